@@ -1,0 +1,74 @@
+"""Choosing one of several implementations of an op.
+
+Each op folder lists what it has in a mapping from name to function. A caller asks for one name, for
+a sequence to be tried in order, or for nothing (the op's own order of preference). Only
+`NotImplementedError` moves on to the next candidate: it is how a backend says that this device, dtype
+or shape is not for it. Anything else is a fault and propagates.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+Implementation = None | str | Sequence[str]
+
+_logger = logging.getLogger("pallas_kernels")
+
+
+@functools.cache
+def _log_once(op: str, name: str) -> None:
+    _logger.info("%s: running the %r implementation", op, name)
+
+
+def dispatch(
+    op: str,
+    implementations: Mapping[str, Callable[..., Any]],
+    requested: Implementation,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Runs `op` by the first implementation that accepts the arguments.
+
+    Args:
+        op: the op's name, for messages.
+        implementations: name -> function, most preferred first.
+        requested: one name (no fallback), a sequence of names (tried in order), or None (all of
+            `implementations`, in their order).
+        *args: positional arguments of the op.
+        **kwargs: keyword arguments of the op.
+
+    Returns:
+        What the implementation returns.
+
+    Raises:
+        ValueError: a requested name does not exist.
+        NotImplementedError: the one requested implementation declines.
+        ExceptionGroup: every candidate of a sequence declines.
+    """
+    if requested is None:
+        names = tuple(implementations)
+    elif isinstance(requested, str):
+        names = (requested,)
+    else:
+        names = tuple(requested)
+    unknown = [name for name in names if name not in implementations]
+    if unknown or not names:
+        raise ValueError(
+            f"{op}: no implementation {unknown or requested!r}; there is {', '.join(implementations)}"
+        )
+    declined = []
+    for name in names:
+        try:
+            result = implementations[name](*args, **kwargs)
+        except NotImplementedError as error:
+            if len(names) == 1:
+                raise
+            error.add_note(f"{op}: implementation {name!r}")
+            declined.append(error)
+            continue
+        _log_once(op, name)
+        return result
+    raise ExceptionGroup(f"{op}: no implementation accepts these arguments", declined)
