@@ -1,0 +1,1 @@
+"""Flax Linen modules, one file per component of the model."""

@@ -1,0 +1,313 @@
+"""Checks the model against a folder of recorded numbers.
+
+    python -m tests.golden_check tests/golden/layout_i
+
+The folder holds `config.json` (published key names), `weights.safetensors` (published tensor names,
+float32), `token_map.json` and recorded runs: `*_fakequant.npz` and `*_noquant.npz` with the arrays of
+every layer, `*_decode.npz` with the last logits of every prefix. One line is printed per family of
+arrays with its worst error; the exit status is 1 if one is off.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+import sys
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from safetensors.numpy import load_file
+
+from pallas_kernels import indexer as indexer_op
+from v41flash.checkpoints import names
+from v41flash.config import ModelConfig
+from v41flash.nn import ced
+from v41flash.text.engram_hash import EngramHasher
+
+# Recorded with float32 arithmetic in another order of operations: |x - y| <= atol + rtol * |y|.
+# Streams reach several tens; selections and ids must be equal.
+TOLERANCE = {"logits": (1e-4, 0.0), "default": (2e-4, 1e-4)}
+
+
+class Family(NamedTuple):
+    """Result of comparing all arrays of one kind.
+
+    Attributes:
+        name: key without its layer prefix.
+        arrays: how many were compared.
+        error: worst |x - y|, or number of unequal elements where they are discrete.
+        worst: worst ratio of error to tolerance; at most 1 where the family is right.
+        where: key of the worst array.
+    """
+
+    name: str
+    arrays: int
+    error: float
+    worst: float
+    where: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Recorded:
+    """A folder of recorded numbers: configuration and weights."""
+
+    folder: pathlib.Path
+    config: ModelConfig
+    params: Any
+    hasher: EngramHasher
+    compressed_ids: np.ndarray
+
+    @classmethod
+    def load(cls, folder: pathlib.Path) -> Recorded:
+        """Reads `folder`; FileNotFoundError names what is missing."""
+        config = ModelConfig.from_hf(json.loads((folder / "config.json").read_text()))
+        weights = load_file(folder / "weights.safetensors")
+        token_map = json.loads((folder / "token_map.json").read_text())
+        params = jax.tree.map(jnp.asarray, names.to_params(config, weights.__getitem__))
+        hasher = EngramHasher.from_config(config, token_map["pad_compressed_id"])
+        return cls(folder, config, params, hasher, np.asarray(token_map["compressed_id"]))
+
+    def model(self, fake_quantize: bool) -> ced.CED:
+        """The model in float32, with or without fake quantisation."""
+        config = dataclasses.replace(self.config, dtype="float32")
+        if not fake_quantize:
+            none = {"main_kv_format": "none", "window_kv_format": "none", "index_format": "none"}
+            config = dataclasses.replace(config, **none)
+        return ced.CED(config)
+
+    def inputs(self, tokens: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Model inputs of one document, tokens [T]: a batch of one row."""
+        positions = np.arange(len(tokens), dtype=np.int32)[None]
+        rows = self.hasher.rows(self.compressed_ids[tokens][None], positions)
+        return tokens[None].astype(np.int32), positions, np.ones_like(positions), rows
+
+    def run(self, fake_quantize: bool, tokens: np.ndarray) -> tuple[dict[str, Any], np.ndarray]:
+        """(intermediates, logits [T, V]) of a forward pass over one document."""
+        model = self.model(fake_quantize)
+
+        @jax.jit
+        def forward(params: Any, *inputs: jax.Array) -> Any:
+            outputs, state = model.apply({"params": params}, *inputs, mutable=["intermediates"])
+            return state["intermediates"], outputs.hidden, ced.logits(params, outputs.hidden)
+
+        kept, hidden, logits = jax.device_get(forward(self.params, *self.inputs(tokens)))
+        kept["hidden"] = (hidden,)
+        return kept, logits[0]
+
+
+class Layer:
+    """Intermediates of one layer, out of their stacked axes and without the batch axis."""
+
+    def __init__(self, recorded: Recorded, kept: dict[str, Any], layer: int):
+        keys, self._index = names.place(recorded.config, layer)
+        self._kept = kept[keys[0]][keys[1]]
+
+    def __getitem__(self, path: str) -> np.ndarray:
+        node = self._kept
+        for key in path.split("/"):
+            node = node[key]
+        return node[0][self._index][0]
+
+
+# Recorded key -> where the model leaves that value.
+DIRECT = {
+    "x_in": "hc_attn/streams",
+    "x_mid": "hc_ffn/streams",
+    **{f"{hc}.{c}": f"{hc}/{c}" for hc in ("hc_attn", "hc_ffn") for c in ("pre", "post", "comb")},
+    "attn.in": "hc_attn/x",
+    "attn.q": "attn/q",
+    "attn.win_kv": "attn/win_kv",
+    "attn.latent": "attn/latent",
+    "attn.comp_kv": "attn/comp_kv",
+    "attn.o_rot": "attn/o_rot",
+    "attn.out": "attn_out",
+    "idx.k": "attn/indexer/k",
+    "idx.q": "attn/indexer/q",
+    "idx.w": "attn/indexer/w",
+    "ffn.in": "hc_ffn/x",
+    "ffn.out": "ffn_out",
+    "ffn.scores": "ffn/router/scores",
+    "engram.gate": "engram/gate",
+    "engram.x_before": "engram/x_before",
+}
+TOP = {"embed": "embed", "final_norm": "hidden"}
+
+
+def _selection(layer: Layer, length: int, entries: int) -> np.ndarray:
+    mask = np.zeros((length, entries + 1), bool)
+    indices = layer["attn/indices"][:length]
+    np.put_along_axis(mask, np.where(indices < 0, entries, indices), True, axis=1)
+    return mask[:, :entries]
+
+
+def _pool_mask(layer: Layer, length: int, entries: int, size: int) -> np.ndarray:
+    blocks = layer["attn/pool_blocks"][:length]
+    count = -(-entries // size)
+    kept = np.zeros((length, count + 1), bool)
+    np.put_along_axis(kept, np.where(blocks < 0, count, blocks), True, axis=1)
+    return np.repeat(kept[:, :count], size, axis=1)[:, :entries]
+
+
+def _index_scores(layer: Layer, source: Layer, length: int, entries: int, m: int) -> np.ndarray:
+    hi = (np.arange(length, dtype=np.int32)[None] + 1) // m
+    q, w = layer["attn/indexer/q"][None, :length], layer["attn/indexer/w"][None, :length]
+    keys = source["attn/indexer/k"][None, :entries]
+    return np.asarray(indexer_op.scores(q, w, keys, np.zeros_like(hi), hi))[0]
+
+
+def _gap(score: np.ndarray, selected: np.ndarray, reachable: np.ndarray) -> np.ndarray:
+    """Smallest selected minus largest unselected reachable score; +inf where none is left out."""
+    low = np.where(selected, score, np.inf).min(-1)
+    high = np.where(reachable & ~selected, score, -np.inf).max(-1)
+    return np.where(high == -np.inf, np.inf, low - high)
+
+
+def computed(
+    recorded: Recorded, kept: dict[str, Any], logits: np.ndarray, tokens: np.ndarray, key: str
+) -> np.ndarray:
+    """Our value of the recorded array `key` (see `KEYS.md` beside the recorded folders)."""
+    config, length = recorded.config, len(tokens)
+    if key == "logits":
+        return logits
+    if key == "compressed_ids":
+        return recorded.compressed_ids[tokens]
+    if key in TOP:
+        return kept[TOP[key]][0][0, :length]
+    number, name = int(key[1:3]), key[4:]
+    if name == "x_out":
+        return kept["x_out"][0][0, :length]
+    layer = Layer(recorded, kept, number)
+    spec = config.layers[number]
+    entries = length // spec.ratio if spec.ratio else 0
+    if name in DIRECT:
+        grouped = name in ("attn.latent", "attn.comp_kv", "idx.k")
+        return layer[DIRECT[name]][: entries if grouped else length]
+    if name == "engram.hash_ids":
+        return recorded.inputs(tokens)[3][0, :, spec.engram]
+    if name in ("ffn.topk_idx", "ffn.topk_w"):
+        chosen = layer["ffn/router/topk_idx"][:length]
+        order = np.argsort(chosen, axis=-1)
+        values = chosen if name == "ffn.topk_idx" else layer["ffn/router/topk_w"][:length]
+        return np.take_along_axis(values, order, axis=-1)
+    if name == "idx.topk_mask":
+        return _selection(layer, length, entries)
+    if name == "idx.cand":
+        return _pool_mask(layer, length, entries, config.candidate_block_size)
+    source = Layer(recorded, kept, spec.kv_source)
+    score = _index_scores(layer, source, length, entries, spec.ratio)
+    if name == "idx.score":
+        return score
+    if name == "idx.gap":
+        reachable = score > -np.inf
+        if spec.pool == "use":
+            pool = Layer(recorded, kept, config.candidate_source_layer_id)
+            reachable &= _pool_mask(pool, length, entries, config.candidate_block_size)
+        return _gap(score, _selection(layer, length, entries), reachable)
+    raise KeyError(f"{key}: not an array that this check knows")
+
+
+def compare(key: str, ours: np.ndarray, theirs: np.ndarray) -> tuple[float, float]:
+    """(error, ratio of error to tolerance) of one array; see `Family`."""
+    if ours.shape != theirs.shape:
+        return np.inf, np.inf
+    if theirs.dtype.kind in "bi":
+        unequal = int(np.sum(ours != theirs))
+        return unequal, np.inf if unequal else 0.0
+    atol, rtol = TOLERANCE.get(key, TOLERANCE["default"])
+    same = ours == theirs
+    with np.errstate(invalid="ignore"):
+        error = np.where(same, 0.0, np.abs(ours - theirs))
+        ratio = np.where(same, 0.0, error / (atol + rtol * np.abs(theirs)))
+    ratio = np.where(np.isnan(ratio), np.inf, ratio)
+    return float(np.nan_to_num(error, nan=np.inf).max()), float(ratio.max())
+
+
+def _family(key: str) -> str:
+    return key[4:] if key[0] == "L" and key[1:3].isdigit() and key[3] == "." else key
+
+
+def check_run(recorded: Recorded, run: pathlib.Path, fake_quantize: bool) -> list[Family]:
+    """Compares every array of a recorded forward pass."""
+    arrays = np.load(run, allow_pickle=False)
+    tokens = arrays["tokens"]
+    kept, logits = recorded.run(fake_quantize, tokens)
+    families: dict[str, Family] = {}
+    for key in arrays.files:
+        if key == "tokens":
+            continue
+        ours = computed(recorded, kept, logits, tokens, key)
+        error, ratio = compare(key, ours, arrays[key])
+        name = _family(key)
+        before = families.get(name, Family(name, 0, 0.0, 0.0, key))
+        where = key if ratio > before.worst else before.where
+        families[name] = Family(
+            name, before.arrays + 1, max(before.error, error), max(before.worst, ratio), where
+        )
+    return list(families.values())
+
+
+def check_prefixes(recorded: Recorded, run: pathlib.Path) -> list[Family]:
+    """Compares the last logits of prefills of the first L tokens, for every L.
+
+    By causality they are the rows of one prefill of all tokens, and those of a few prefixes are also
+    computed alone.
+    """
+    arrays = np.load(run, allow_pickle=False)
+    tokens = arrays["tokens"]
+    families = []
+    for mode in ("noquant", "fakequant"):
+        theirs = arrays[f"prefill_logits.{mode}"]
+        _, whole = recorded.run(mode == "fakequant", tokens)
+        name = f"prefill_logits.{mode}"
+        families.append(Family(name, 1, *compare("logits", whole, theirs), name))
+        for length in (1, 2, 9, len(tokens) // 2):
+            _, logits = recorded.run(mode == "fakequant", tokens[:length])
+            result = compare("logits", logits, theirs[:length])
+            families.append(Family(f"{name}[:{length}]", 1, *result, name))
+    return families
+
+
+def check_folder(folder: pathlib.Path) -> Iterator[tuple[str, Family]]:
+    """Yields (run, result) for every recorded run of `folder`."""
+    recorded = Recorded.load(folder)
+    runs = sorted(folder.glob("*.npz"))
+    if not runs:
+        raise FileNotFoundError(f"{folder}: holds no recorded run (*.npz)")
+    for run in runs:
+        if run.stem.endswith("_decode"):
+            results = check_prefixes(recorded, run)
+        elif run.stem.endswith(("_fakequant", "_noquant")):
+            results = check_run(recorded, run, run.stem.endswith("_fakequant"))
+        else:
+            raise ValueError(f"{run}: name must end in _fakequant, _noquant or _decode")
+        for family in results:
+            yield run.stem, family
+
+
+def main(argv: list[str]) -> int:
+    """Command line: returns the exit status."""
+    if len(argv) != 2:
+        print("usage: python -m tests.golden_check DIR", file=sys.stderr)
+        return 2
+    try:
+        for run, family in check_folder(pathlib.Path(argv[1])):
+            right = family.worst <= 1
+            print(
+                f"{'ok  ' if right else 'FAIL'} {run:14s} {family.name:24s} arrays {family.arrays:2d}"
+                f"  worst error {family.error:.2e}  of tolerance {family.worst:.2f}"
+                + ("" if right else f"  first at {family.where}")
+            )
+            if not right:
+                return 1
+    except (OSError, ValueError) as error:
+        print(f"golden_check: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

@@ -1,0 +1,147 @@
+"""One layer, and the units of layers that share a selection."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from v41flash.config import LayerGroup, LayerSpec, ModelConfig
+from v41flash.kernels import Kernels
+from v41flash.nn.context import Context
+from v41flash.nn.csa2 import CSA2, SharedKV
+from v41flash.nn.engram import Engram
+from v41flash.nn.index_loss import indexer_kl, student_scores
+from v41flash.nn.indexer import IndexQuery
+from v41flash.nn.mhc import HyperConnection, Residual
+from v41flash.nn.moe import MoE
+
+# Residuals that a rematerialised layer keeps: its selection must not be scored and sorted again, and
+# the shared cache is read by other layers anyway.
+_KEEP = jax.checkpoint_policies.save_only_these_names("selection", "shared_kv")
+
+
+class Carry(NamedTuple):
+    """State that runs through the layers of a unit.
+
+    Attributes:
+        residual: the residual streams.
+        mass: float32 [B, T, K or G], teacher of the indexer's loss summed over the unit's layers so
+            far, or None.
+    """
+
+    residual: Residual
+    mass: jax.Array | None
+
+
+class LayerAux(NamedTuple):
+    """Scalars of a layer, float32; of a group they are sums, `max_main_kv` the largest."""
+
+    balance_loss: jax.Array
+    indexer_kl: jax.Array
+    max_main_kv: jax.Array
+
+    def reduce(self) -> LayerAux:
+        """Folds a scanned axis."""
+        return LayerAux(
+            jnp.sum(self.balance_loss), jnp.sum(self.indexer_kl), jnp.max(self.max_main_kv)
+        )
+
+    def join(self, other: LayerAux) -> LayerAux:
+        """Folds in the scalars of further layers."""
+        return jax.tree.map(lambda *leaves: jnp.stack(leaves), self, other).reduce()
+
+
+class HeadResult(NamedTuple):
+    """What an index-source (or window) layer leaves for the Reuse layers behind it."""
+
+    shared: SharedKV | None
+    index_query: IndexQuery | None
+
+
+class Block(nn.Module):
+    """Engram where it is due, attention, mixture of experts: one layer."""
+
+    config: ModelConfig
+    spec: LayerSpec
+    kernels: Kernels
+    teacher: bool
+
+    @nn.compact
+    def __call__(
+        self, carry: Carry, shared: SharedKV | None, context: Context
+    ) -> tuple[Carry, tuple[LayerAux, HeadResult | None]]:
+        """Runs the layer.
+
+        Args:
+            carry: state of the unit.
+            shared: caches and selection of the layers before.
+            context: of the batch.
+
+        Returns:
+            (new carry, (scalars, what a head layer leaves; None from a Reuse layer)).
+        """
+        cfg, spec = self.config, self.spec
+        residual, streams = carry.residual, None
+        if spec.engram is not None:
+            streams = residual.written(self.kernels.mhc)
+            engram = Engram(cfg, spec.engram, self.kernels, name="engram")
+            streams = engram(streams, context)
+        x, residual = HyperConnection(cfg, self.kernels, name="hc_attn")(residual, streams)
+        attention = CSA2(cfg, spec, self.kernels, self.teacher, name="attn")(x, shared, context)
+        self.sow("intermediates", "attn_out", attention.out)
+        x, residual = HyperConnection(cfg, self.kernels, name="hc_ffn")(
+            residual._replace(out=attention.out)
+        )
+        out, balance_loss = MoE(cfg, self.kernels, name="ffn")(x, context)
+        self.sow("intermediates", "ffn_out", out)
+        mass = attention.mass
+        if mass is not None and carry.mass is not None:
+            mass = carry.mass + mass
+        aux = LayerAux(balance_loss, jnp.zeros(()), attention.max_main_kv)
+        head = None
+        if spec.mode != "reuse":
+            head = HeadResult(attention.shared, attention.index_query)
+        return Carry(residual._replace(out=out), mass), (aux, head)
+
+
+class Unit(nn.Module):
+    """A head layer and the `reuse` layers that go by its selection, with the loss of its indexer."""
+
+    config: ModelConfig
+    group: LayerGroup
+    kernels: Kernels
+    indexer_loss: bool
+    keep_shared: bool
+
+    @nn.compact
+    def __call__(
+        self, residual: Residual, shared: SharedKV | None, context: Context
+    ) -> tuple[Residual, tuple[LayerAux, SharedKV | None]]:
+        """Runs the unit; SharedKV comes back where `keep_shared` asks for it."""
+        cfg, head_spec = self.config, self.group.first
+        teacher = self.indexer_loss and head_spec.mode != "window"
+        block = nn.remat(Block, policy=_KEEP, prevent_cse=False)
+        first = block(cfg, head_spec, self.kernels, teacher, name="first")
+        carry, (aux, head) = first(Carry(residual, None), shared, context)
+        if self.group.reuse:
+            scanned = nn.scan(
+                block,
+                variable_axes={"params": 0, "router_load": 0, "intermediates": 0},
+                split_rngs={"params": True},
+                in_axes=(nn.broadcast, nn.broadcast),
+                length=self.group.reuse,
+                metadata_params={nn.PARTITION_NAME: "layers"},
+            )
+            reuse = scanned(
+                cfg, cfg.layers[self.group.start + 1], self.kernels, teacher, name="reuse"
+            )
+            carry, (reuse_aux, _) = reuse(carry, head.shared, context)
+            aux = aux.join(reuse_aux.reduce())
+        if teacher:
+            visible = context.main[head_spec.ratio]
+            scores = student_scores(head.index_query, head.shared, visible, self.kernels.indexer)
+            aux = aux._replace(indexer_kl=indexer_kl(carry.mass, scores))
+        return carry.residual, (aux, head.shared if self.keep_shared else None)

@@ -1,0 +1,222 @@
+"""Compressed Sparse Attention 2: one attention over a sliding window and a selected few of a shared
+cache, in the four layer modes.
+
+* window: the sliding window alone (the first layers).
+* full: makes the shared latent cache and its index keys, and selects.
+* reindex: reads both, selects with index queries of its own (from the candidate pool).
+* reuse: reads the cache and the selection of the layers before it.
+
+Keys and values are the same vectors. Every key, the window's and the selected ones, enters one
+softmax with a per-head sink in the denominator.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from pallas_kernels import indexer as indexer_op
+from pallas_kernels import sparse_attention as attention_op
+from v41flash import quant
+from v41flash.config import LayerSpec, ModelConfig
+from v41flash.kernels import Kernels
+from v41flash.nn import rope
+from v41flash.nn.compressor import Compressor
+from v41flash.nn.context import Context
+from v41flash.nn.indexer import Indexer, IndexQuery, select
+from v41flash.nn.linear import contract
+from v41flash.nn.norms import rms_norm
+from v41flash.sharding import partitioned
+
+
+class SharedKV(NamedTuple):
+    """What a layer hands to the next. Full replaces all four, Reindex the selection, Reuse nothing.
+
+    Attributes:
+        main_rows: [B, G, D] cached entries, rotated and rounded.
+        index_keys: [B, G, Di].
+        indices: int32 [B, T, K] ascending, -1 padded; None while every visible entry is selected.
+        pool: candidate blocks, or None.
+    """
+
+    main_rows: jax.Array
+    index_keys: jax.Array
+    indices: jax.Array | None
+    pool: indexer_op.Pool | None
+
+
+class AttentionResult(NamedTuple):
+    """Result of one attention sublayer.
+
+    Attributes:
+        out: [B, T, d].
+        shared: SharedKV after this layer.
+        index_query: of an index-source layer, else None.
+        mass: float32 [B, T, K or G], head-summed probability on each selected entry; None where it
+            was not asked for.
+        max_main_kv: float32 scalar, largest absolute entry written to the shared cache.
+    """
+
+    out: jax.Array
+    shared: SharedKV | None
+    index_query: IndexQuery | None
+    mass: jax.Array | None
+    max_main_kv: jax.Array
+
+
+class CSA2(nn.Module):
+    """Attention of one layer (V4.1 report, section 2.2).
+
+    Attributes:
+        config: the model.
+        spec: mode, ratio and part of the layer.
+        kernels: implementations to run.
+        teacher: also return `mass`, the teacher of the indexer's loss.
+    """
+
+    config: ModelConfig
+    spec: LayerSpec
+    kernels: Kernels
+    teacher: bool = False
+
+    def setup(self) -> None:
+        cfg, spec = self.config, self.spec
+        d, rank, heads, dim = cfg.hidden_size, cfg.q_lora_rank, cfg.num_attention_heads, cfg.head_dim
+        groups, o_rank = cfg.o_groups, cfg.o_lora_rank
+        normal = nn.initializers.truncated_normal(cfg.initializer_range)
+        ones, zeros = nn.initializers.ones, nn.initializers.zeros
+
+        def param(name: str, init: Any, shape: tuple[int, ...], *axes: str | None) -> jax.Array:
+            return self.param(name, partitioned(init, axes), shape, jnp.float32)
+
+        self.wq_a = param("wq_a", normal, (d, rank), "embed", None)
+        self.q_norm = param("q_norm", ones, (rank,), None)
+        self.wq_b = param("wq_b", normal, (rank, heads, dim), None, "heads", None)
+        self.wkv = param("wkv", normal, (d, dim), "embed", None)
+        self.kv_norm = param("kv_norm", ones, (dim,), None)
+        self.sink = param("sink", zeros, (heads,), "heads")
+        self.wo_a = param(
+            "wo_a", normal, (groups, heads // groups * dim, o_rank), "o_groups", None, None
+        )
+        self.wo_b = param("wo_b", normal, (groups, o_rank, d), "o_groups", None, "embed")
+        if spec.mode == "full":
+            self.compressor = Compressor(cfg, spec.ratio)
+        if spec.mode in ("full", "reindex"):
+            self.indexer = Indexer(cfg, owns_keys=spec.mode == "full")
+
+    def query(self, x_BxTxd: jax.Array, angles: rope.RopeTable) -> tuple[jax.Array, jax.Array]:
+        """(query latent [B, T, r], rotated queries [B, T, H, D])."""
+        latent = contract("btd,dr->btr", x_BxTxd, self.wq_a)
+        latent = rms_norm(latent, self.q_norm, self.config.rms_norm_eps)
+        return latent, rope.rotate(contract("btr,rhk->bthk", latent, self.wq_b), angles)
+
+    def window_rows(self, x_BxTxd: jax.Array, angles: rope.RopeTable) -> jax.Array:
+        """This layer's sliding-window entries [B, T, D]: normed, rotated, rounded."""
+        kv = rms_norm(
+            contract("btd,dk->btk", x_BxTxd, self.wkv), self.kv_norm, self.config.rms_norm_eps
+        )
+        return quant.fake_quantize(rope.rotate(kv, angles), self.config.window_kv_format)
+
+    def make_cache(self, x_BxTxd: jax.Array, angles: rope.RopeTable) -> tuple[jax.Array, jax.Array]:
+        """(main rows [B, G, D], index keys [B, G, Di]) of a Full layer."""
+        latent = self.compressor(x_BxTxd)
+        self.sow("intermediates", "latent", latent)
+        entry_angles = angles.every(self.spec.ratio)
+        rows = quant.fake_quantize(rope.rotate(latent, entry_angles), self.config.main_kv_format)
+        return rows, self.indexer.keys(latent, entry_angles)
+
+    def output(self, o_BxTxHxD: jax.Array, angles: rope.RopeTable) -> jax.Array:
+        """Rotates the attention output back and projects it, group-wise, to [B, T, d]."""
+        batch, length = o_BxTxHxD.shape[:2]
+        o = rope.rotate(o_BxTxHxD, angles, inverse=True)
+        o = o.reshape(batch, length, self.config.o_groups, -1)
+        o = contract("btgk,gkr->btgr", o, self.wo_a)
+        return contract("btgr,grd->btd", o, self.wo_b)
+
+    def __call__(
+        self, x_BxTxd: jax.Array, shared: SharedKV | None, context: Context
+    ) -> AttentionResult:
+        """Runs the sublayer on its normalised input x [B, T, d]."""
+        cfg, spec = self.config, self.spec
+        angles = context.angles["compressed" if spec.ratio else "window"]
+        latent, q = self.query(x_BxTxd, angles)
+        window = self.window_rows(x_BxTxd, angles)
+        index_query = None
+        max_main_kv = jnp.zeros((), jnp.float32)
+        if spec.mode == "full":
+            main_rows, index_keys = self.make_cache(x_BxTxd, angles)
+            main_rows = checkpoint_name(main_rows, "shared_kv")
+            index_keys = checkpoint_name(index_keys, "shared_kv")
+            shared = SharedKV(main_rows, index_keys, None, None)
+            max_main_kv = jnp.max(jnp.abs(main_rows)).astype(jnp.float32)
+        if spec.mode in ("full", "reindex"):
+            index_query = self.indexer.query(x_BxTxd, latent, angles)
+            if not cfg.dense_selection:
+                indices, pool = select(
+                    cfg,
+                    index_query,
+                    shared.index_keys,
+                    context.main[spec.ratio],
+                    make_pool=spec.pool == "make",
+                    pool=shared.pool if spec.pool == "use" else None,
+                    implementation=self.kernels.indexer,
+                )
+                shared = shared._replace(indices=indices, pool=pool)
+        out, lse = self._attend(q, window, shared, context)
+        mass = None
+        if self.teacher and spec.ratio:
+            mass = self._mass(q, lse, shared, context)
+        if spec.mode in ("full", "reindex") and shared.indices is not None:
+            self.sow("intermediates", "indices", shared.indices)
+        if spec.pool == "make" and shared.pool is not None:
+            self.sow("intermediates", "pool_blocks", shared.pool.blocks)
+        self.sow("intermediates", "q", q)
+        self.sow("intermediates", "win_kv", window)
+        if spec.mode == "full":
+            self.sow("intermediates", "comp_kv", shared.main_rows)
+        self.sow("intermediates", "o_rot", out)
+        projected = self.output(out, angles)
+        return AttentionResult(projected, shared, index_query, mass, max_main_kv)
+
+    def _attend(
+        self, q: jax.Array, window: jax.Array, shared: SharedKV | None, context: Context
+    ) -> tuple[jax.Array, jax.Array]:
+        cfg, spec = self.config, self.spec
+        window_range = context.window[spec.part]
+        main: dict[str, Any] = {}
+        rows = indices = None
+        if spec.ratio:
+            rows, indices = shared.main_rows, shared.indices
+            if indices is None:
+                visible = context.main[spec.ratio]
+                main = {"main_lo": visible.lo, "main_hi": visible.hi}
+        return attention_op.sparse_attention(
+            q,
+            window,
+            window_range.lo,
+            window_range.hi,
+            rows,
+            indices,
+            self.sink,
+            window=cfg.sliding_window,
+            implementation=self.kernels.sparse_attention,
+            **main,
+        )
+
+    def _mass(
+        self, q: jax.Array, lse: jax.Array, shared: SharedKV, context: Context
+    ) -> jax.Array:
+        visible = context.main[self.spec.ratio]
+        return attention_op.selected_mass(
+            q,
+            shared.main_rows,
+            shared.indices,
+            jnp.logaddexp(lse, self.sink),
+            main_lo=visible.lo,
+            main_hi=visible.hi,
+            implementation=self.kernels.sparse_attention,
+        )

@@ -1,0 +1,81 @@
+"""Engram: hashed n-gram memory, written into the streams in front of a layer.
+
+The rows to look up depend on tokens alone (`v41flash.text.engram_hash`), so the data pipeline brings
+them along with the batch.
+"""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import engram_gather
+from v41flash.config import ModelConfig
+from v41flash.kernels import Kernels
+from v41flash.nn.context import Context
+from v41flash.nn.linear import contract
+from v41flash.sharding import partitioned
+
+
+class Engram(nn.Module):
+    """Gated write of one value per token into all streams (V4.1 report, section 2.3).
+
+    Attributes:
+        config: the model.
+        site: which of `config.engram_layer_ids` this is.
+        kernels: implementations to run.
+    """
+
+    config: ModelConfig
+    site: int
+    kernels: Kernels
+
+    @nn.compact
+    def __call__(self, streams_BxTxnxd: jax.Array, context: Context) -> jax.Array:
+        """Adds the memory's value to the streams.
+
+        Args:
+            streams_BxTxnxd: [B, T, n, d].
+            context: of the batch; its `engram_rows[:, :, site]` are looked up.
+
+        Returns:
+            [B, T, n, d]; rows of image tokens come back as they went in.
+        """
+        cfg = self.config
+        n, d, width = cfg.hc_mult, cfg.hidden_size, cfg.engram_head_dim
+        normal = nn.initializers.truncated_normal(cfg.initializer_range)
+        ones = partitioned(nn.initializers.ones, (None, None))
+        f32 = jnp.float32
+        table_shape = (cfg.engram_num_embeddings[self.site], width)
+        table = self.param("table", partitioned(normal, ("table_rows", None)), table_shape, f32)
+        gathered = cfg.engram_rows_per_token * width
+        wkv = self.param(
+            "wkv", partitioned(normal, (None, None, "embed")), (gathered, n + 1, d), f32
+        )
+        q_weight = self.param("q_weight", ones, (n, d), f32)
+        k_weight = self.param("k_weight", ones, (n, d), f32)
+
+        rows = context.engram_rows[:, :, self.site]
+        memory = engram_gather.engram_gather(
+            table, rows, implementation=self.kernels.engram_gather
+        ).astype(streams_BxTxnxd.dtype)
+        projected = contract("btm,mnd->btnd", memory, wkv)
+        key = projected[:, :, :n].astype(f32)
+        value = projected[:, :, n:].astype(f32)
+        x = streams_BxTxnxd.astype(f32)
+        score = jnp.sum(x * (q_weight * k_weight) * key, axis=-1) * d**-0.5
+        for side in (x, key):
+            score = score * jax.lax.rsqrt(jnp.mean(jnp.square(side), -1) + cfg.rms_norm_eps)
+        gate = jax.nn.sigmoid(_signed_sqrt(score))
+        if context.is_image is not None:
+            gate = jnp.where(context.is_image[..., None], 0.0, gate)
+        self.sow("intermediates", "gate", gate)
+        self.sow("intermediates", "x_before", streams_BxTxnxd)
+        return (x + gate[..., None] * value).astype(streams_BxTxnxd.dtype)
+
+
+def _signed_sqrt(score: jax.Array) -> jax.Array:
+    """sign(s) * sqrt(max(|s|, 1e-6)), s = 0 counting as positive."""
+    root = jnp.sqrt(jnp.maximum(jnp.abs(score), 1e-6))
+    return jnp.where(score < 0, -root, root)

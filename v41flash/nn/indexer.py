@@ -1,0 +1,118 @@
+"""The indexer: a small attention that scores cache entries and selects the few to attend to.
+
+A Full layer makes index keys and queries, a Reindex layer queries alone. Its inputs are detached:
+top-k passes no gradient, so the indexer learns only from the KL loss of `v41flash.nn.csa2`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from pallas_kernels import indexer as indexer_op
+from v41flash import quant
+from v41flash.config import ModelConfig
+from v41flash.nn import rope
+from v41flash.nn.context import Ranges
+from v41flash.nn.linear import contract
+from v41flash.nn.norms import rms_norm
+from v41flash.sharding import partitioned
+
+
+class IndexQuery(NamedTuple):
+    """Index queries [B, T, Hi, Di] and head weights float32 [B, T, Hi] of one layer."""
+
+    q: jax.Array
+    weights: jax.Array
+
+
+class Indexer(nn.Module):
+    """Index projections of one index-source layer; `owns_keys` on Full layers."""
+
+    config: ModelConfig
+    owns_keys: bool
+
+    def setup(self) -> None:
+        cfg = self.config
+        heads, dim = cfg.index_n_heads, cfg.index_head_dim
+        init = nn.initializers.truncated_normal(cfg.initializer_range)
+
+        def weight(name: str, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> jax.Array:
+            return self.param(name, partitioned(init, axes), shape, jnp.float32)
+
+        self.wq_b = weight("wq_b", (cfg.q_lora_rank, heads, dim), (None, "index_heads", None))
+        self.weights_proj = weight("weights_proj", (cfg.hidden_size, heads), ("embed", None))
+        if self.owns_keys:
+            self.wk = weight("wk", (cfg.head_dim, dim), (None, None))
+            ones = partitioned(nn.initializers.ones, (None,))
+            self.k_norm = self.param("k_norm", ones, (dim,), jnp.float32)
+
+    def keys(self, latent_BxGxD: jax.Array, angles: rope.RopeTable) -> jax.Array:
+        """Index keys [B, G, Di] from the un-rotated latent, rotated and rounded."""
+        latent_BxGxD = jax.lax.stop_gradient(latent_BxGxD)
+        k = rms_norm(contract("bgk,kd->bgd", latent_BxGxD, self.wk), self.k_norm, self.config.rms_norm_eps)
+        k = quant.fake_quantize(rope.rotate(k, angles), self.config.index_format)
+        self.sow("intermediates", "k", k)
+        return k
+
+    def query(
+        self, x_BxTxd: jax.Array, q_latent_BxTxr: jax.Array, angles: rope.RopeTable
+    ) -> IndexQuery:
+        """Index queries and head weights from the attention input and the query latent."""
+        cfg = self.config
+        x_BxTxd, q_latent_BxTxr = jax.lax.stop_gradient((x_BxTxd, q_latent_BxTxr))
+        q = rope.rotate(contract("btr,rhd->bthd", q_latent_BxTxr, self.wq_b), angles)
+        q = quant.fake_quantize(q, cfg.index_format)
+        scale = (cfg.index_head_dim * cfg.index_n_heads) ** -0.5
+        weights = contract("btd,dh->bth", x_BxTxd, self.weights_proj).astype(jnp.float32) * scale
+        self.sow("intermediates", "q", q)
+        self.sow("intermediates", "w", weights)
+        return IndexQuery(q, weights)
+
+
+def select(
+    config: ModelConfig,
+    query: IndexQuery,
+    keys_BxGxDi: jax.Array,
+    visible: Ranges,
+    *,
+    make_pool: bool,
+    pool: indexer_op.Pool | None,
+    implementation: indexer_op.Implementation,
+) -> tuple[jax.Array, indexer_op.Pool | None]:
+    """Picks at most `index_topk` visible entries for every query.
+
+    Args:
+        config: the model.
+        query: of this layer.
+        keys_BxGxDi: index keys of the cache that the layer reads.
+        visible: entries visible to each query.
+        make_pool: also keep the best blocks as candidate pool (the candidate source layer).
+        pool: restrict the choice to this pool (the layers after it).
+        implementation: of `pallas_kernels.indexer`.
+
+    Returns:
+        (indices int32 [B, T, K] ascending, -1 padded; the new pool, or `pool` as it came).
+    """
+    blocks = (config.candidate_topk_blocks, config.candidate_block_size)
+    q, weights, keys = jax.lax.stop_gradient((query.q, query.weights, keys_BxGxDi))
+    indices, made = indexer_op.select(
+        q,
+        weights,
+        keys,
+        visible.lo,
+        visible.hi,
+        top_k=config.index_topk,
+        pool=pool,
+        make_pool=blocks if make_pool else None,
+        implementation=implementation,
+    )
+    # Selections are residuals: a rematerialised layer must not score and sort again.
+    indices = checkpoint_name(indices, "selection")
+    if made is not None:
+        pool = made._replace(blocks=checkpoint_name(made.blocks, "selection"))
+    return indices, pool

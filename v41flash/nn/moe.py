@@ -1,0 +1,177 @@
+"""Mixture of experts: sqrt-softplus routing without auxiliary-loss bias, one shared expert.
+
+Every token goes to its top-k experts; none is dropped. The router's selection biases get no gradient:
+after each step `update_router_bias` moves them towards equal load, text and image tokens apart.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import grouped_matmul
+from v41flash.config import ModelConfig
+from v41flash.kernels import Kernels
+from v41flash.nn.context import Context
+from v41flash.nn.linear import contract
+from v41flash.sharding import partitioned
+
+
+class Routing(NamedTuple):
+    """Routing of N = B*T tokens.
+
+    Attributes:
+        experts: int32 [N, k].
+        weights: float32 [N, k], normalised and scaled.
+        balance_loss: float32 scalar, sequence-wise.
+    """
+
+    experts: jax.Array
+    weights: jax.Array
+    balance_loss: jax.Array
+
+
+class Router(nn.Module):
+    """`s = sqrt(softplus(x W))`; the top-k of `s + bias` are chosen, their weights come from `s`."""
+
+    config: ModelConfig
+
+    @nn.compact
+    def __call__(self, x_BxTxd: jax.Array, context: Context) -> Routing:
+        """Routes the tokens of x [B, T, d]; see `Routing`."""
+        cfg = self.config
+        experts, k = cfg.n_routed_experts, cfg.num_experts_per_tok
+        normal = nn.initializers.truncated_normal(cfg.initializer_range)
+        zeros = partitioned(nn.initializers.zeros, (None,))
+        weight = self.param(
+            "weight", partitioned(normal, ("embed", None)), (cfg.hidden_size, experts), jnp.float32
+        )
+        logits = contract("btd,de->bte", x_BxTxd.astype(jnp.float32), weight) / cfg.gate_temp
+        scores = jnp.sqrt(jax.nn.softplus(logits))
+        bias = jax.lax.stop_gradient(self.param("bias", zeros, (experts,), jnp.float32))
+        is_image = context.is_image
+        if cfg.vision is not None:
+            bias_vl = jax.lax.stop_gradient(self.param("bias_vl", zeros, (experts,), jnp.float32))
+            if is_image is not None:
+                bias = jnp.where(is_image[..., None], bias_vl, bias)
+        _, chosen = jax.lax.top_k(jax.lax.stop_gradient(scores) + bias, k)
+        weights = jnp.take_along_axis(scores, chosen, axis=-1)
+        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+        weights = weights * cfg.routed_scaling_factor
+
+        selected = jnp.sum(jax.nn.one_hot(chosen, experts, dtype=jnp.float32), axis=2)
+        selected = selected * context.valid[..., None]
+        image = jnp.zeros_like(context.valid) if is_image is None else is_image
+        self._record("bias", jnp.sum(selected * ~image[..., None], axis=(0, 1)))
+        if cfg.vision is not None:
+            self._record("bias_vl", jnp.sum(selected * image[..., None], axis=(0, 1)))
+        self.sow("intermediates", "scores", scores)
+        self.sow("intermediates", "topk_idx", chosen)
+        self.sow("intermediates", "topk_w", weights)
+        balance = self._balance_loss(scores, selected, context.valid)
+        return Routing(chosen.reshape(-1, k), weights.reshape(-1, k), balance)
+
+    def _record(self, name: str, load: jax.Array) -> None:
+        self.sow("router_load", name, load, init_fn=lambda: 0.0, reduce_fn=lambda _, new: new)
+
+    def _balance_loss(
+        self, scores: jax.Array, selected: jax.Array, valid: jax.Array
+    ) -> jax.Array:
+        """sum_i f_i P_i per row, mean over rows that hold tokens (DeepSeek-V3, eq. 17-20)."""
+        cfg = self.config
+        tokens = jnp.sum(valid, axis=1)
+        length = jnp.maximum(tokens, 1)[:, None]
+        frequency = jnp.sum(selected, axis=1) * cfg.n_routed_experts
+        frequency = frequency / (cfg.num_experts_per_tok * length)
+        share = scores / jnp.sum(scores, axis=-1, keepdims=True)
+        probability = jnp.sum(share * valid[..., None], axis=1) / length
+        per_row = jnp.sum(frequency * probability, axis=-1)
+        return jnp.sum(per_row) / jnp.maximum(jnp.sum(tokens > 0), 1)
+
+
+class MoE(nn.Module):
+    """Routed experts plus the shared expert, all SwiGLU with clamped gate and input."""
+
+    config: ModelConfig
+    kernels: Kernels
+
+    @nn.compact
+    def __call__(self, x_BxTxd: jax.Array, context: Context) -> tuple[jax.Array, jax.Array]:
+        """Applies the experts.
+
+        Args:
+            x_BxTxd: [B, T, d] normalised input.
+            context: of the batch.
+
+        Returns:
+            (out [B, T, d], balance loss float32 scalar).
+        """
+        cfg = self.config
+        experts, d, hidden = cfg.n_routed_experts, cfg.hidden_size, cfg.moe_intermediate_size
+        shared = cfg.n_shared_experts * hidden
+        normal = nn.initializers.truncated_normal(cfg.initializer_range)
+
+        def param(name: str, shape: tuple[int, ...], *axes: str | None) -> jax.Array:
+            return self.param(name, partitioned(normal, axes), shape, jnp.float32)
+
+        # w1 (gate) and w3 (input) of an expert lie side by side: one matrix product serves both.
+        w13 = param("w13", (experts, d, 2, hidden), "experts", "embed", None, "expert_hidden")
+        w2 = param("w2", (experts, hidden, d), "experts", "expert_hidden", "embed")
+        shared_w13 = param("shared_w13", (d, 2, shared), "embed", None, "expert_hidden")
+        shared_w2 = param("shared_w2", (shared, d), "expert_hidden", "embed")
+
+        routing = Router(cfg, name="router")(x_BxTxd, context)
+        x = x_BxTxd.reshape(-1, d)
+        count, k = routing.experts.shape
+        order = jnp.argsort(routing.experts.reshape(-1), stable=True)
+        token = order // k
+        sizes = jnp.bincount(routing.experts.reshape(-1), length=experts).astype(jnp.int32)
+        up = self._grouped(x[token], w13.reshape(experts, d, 2 * hidden), sizes)
+        weight = routing.weights.reshape(-1)[order]
+        routed = self._grouped(self._swiglu(up, weight), w2, sizes)
+        # Row r of the sorted order belongs to assignment order[r]; undo it by a gather.
+        place = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=order.dtype))
+        routed = routed[place].reshape(count, k, d).astype(jnp.float32).sum(axis=1)
+
+        up = contract("nd,df->nf", x, shared_w13.reshape(d, 2 * shared))
+        own = contract("nf,fd->nd", self._swiglu(up, None), shared_w2)
+        out = (own.astype(jnp.float32) + routed).astype(x.dtype)
+        return out.reshape(x_BxTxd.shape), routing.balance_loss
+
+    def _grouped(self, x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
+        return grouped_matmul.grouped_matmul(
+            x, weight.astype(x.dtype), sizes, implementation=self.kernels.grouped_matmul
+        )
+
+    def _swiglu(self, up: jax.Array, weight: jax.Array | None) -> jax.Array:
+        limit = self.config.swiglu_limit
+        gate, value = jnp.split(up.astype(jnp.float32), 2, axis=-1)
+        hidden = jax.nn.silu(jnp.minimum(gate, limit)) * jnp.clip(value, -limit, limit)
+        if weight is not None:
+            hidden = hidden * weight[:, None]
+        return hidden.astype(up.dtype)
+
+
+def update_router_bias(params: Any, router_load: Any, speed: float) -> Any:
+    """Moves every router's selection biases towards equal load.
+
+    Args:
+        params: the model's parameters.
+        router_load: the `router_load` collection of the step: tokens per expert, [.., E], at the
+            paths of the biases; summed over all microbatches and hosts.
+        speed: step size.
+
+    Returns:
+        params with `bias += speed * sign(mean(load) - load)`.
+    """
+    if not isinstance(router_load, dict):
+        return params + speed * jnp.sign(
+            jnp.mean(router_load, axis=-1, keepdims=True) - router_load
+        )
+    moved = {
+        name: update_router_bias(params[name], load, speed) for name, load in router_load.items()
+    }
+    return {**params, **moved}
