@@ -1,0 +1,1 @@
+"""Tokenizers, canonical token ids and Engram hashing, all on the host."""

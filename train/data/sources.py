@@ -1,0 +1,265 @@
+"""Where documents come from: files in a fixed order, each read into documents.
+
+A source is a kind, a list of files and a field name. Whatever cannot be read (missing permission, not
+UTF-8, a malformed row) is counted, skipped and reported once; only a source without a single readable
+document is an error.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import glob as glob_module
+import gzip
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from train.data import builtin
+
+_logger = logging.getLogger(__name__)
+
+_NAMES_PER_REASON = 3
+_RECORDS_PER_READ = 512
+_DEFAULT_PATTERNS = {
+    "text": "**/*",
+    "jsonl": "**/*.jsonl*",
+    "parquet": "**/*.parquet",
+    "array_record": "**/*.array_record*",
+}
+KINDS = ("builtin", *_DEFAULT_PATTERNS)
+
+
+class SourceError(ValueError):
+    """A data source that cannot be used as configured."""
+
+
+class Skipped:
+    """Counts what was skipped, by reason, with the first few names of each."""
+
+    def __init__(self):
+        """Starts with nothing skipped."""
+        self.counts: collections.Counter[str] = collections.Counter()
+        self._names: dict[str, list[str]] = collections.defaultdict(list)
+
+    def add(self, reason: str, name: str) -> None:
+        """Counts one skipped file or row."""
+        self.counts[reason] += 1
+        if len(self._names[reason]) < _NAMES_PER_REASON:
+            self._names[reason].append(name)
+
+    def __str__(self) -> str:
+        """One line: count, reason and first names of everything skipped; "" where nothing was."""
+        parts = []
+        for reason, count in sorted(self.counts.items()):
+            names = ", ".join(self._names[reason])
+            parts.append(f"{count} {reason} ({names}{', ...' if count > _NAMES_PER_REASON else ''})")
+        return "; ".join(parts)
+
+
+@dataclasses.dataclass(frozen=True)
+class Document:
+    """One document: its text, the UTF-8 bytes of it, and a stable id from those bytes."""
+
+    text: str
+    data: bytes
+    document_id: int
+
+
+def document_id(data: bytes) -> int:
+    """A stable id in [0, 2^63) that depends on the content alone (so equal documents share it)."""
+    digest = hashlib.blake2b(data, digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Files of one kind, in the order in which their documents are read."""
+
+    kind: str
+    files: tuple[Path, ...]
+    text_field: str = "text"
+
+    def listing_digest(self) -> str:
+        """A hash over kind, field and every file's path, size and modification time."""
+        digest = hashlib.blake2b(f"{self.kind}\0{self.text_field}".encode(), digest_size=16)
+        for path in self.files:
+            stat = path.stat()
+            digest.update(f"\0{path}\0{stat.st_size}\0{stat.st_mtime_ns}".encode())
+        return digest.hexdigest()
+
+    def documents(self, skipped: Skipped) -> Iterator[Document]:
+        """Reads every document once; what cannot be read goes to `skipped`."""
+        read = _READERS[self.kind]
+        for path in self.files:
+            for name, item in read(path, self.text_field, skipped):
+                document = _to_document(name, item, skipped)
+                if document is not None:
+                    yield document
+
+
+def open_source(kind: str, path: str = "", pattern: str = "", text_field: str = "text") -> Source:
+    """Lists a source's files.
+
+    Args:
+        kind: one of `KINDS`.
+        path: a file, a folder, or a glob; must be empty for "builtin".
+        pattern: glob inside the folder; "" is the kind's own. Hidden files and folders are left out.
+        text_field: name of the JSONL field, Parquet column or ArrayRecord JSON field; "" means that
+            ArrayRecord records are themselves UTF-8 text.
+
+    Returns:
+        The source, files sorted.
+
+    Raises:
+        SourceError: unknown kind, nothing at `path`, or a package that the kind needs is missing.
+    """
+    if kind not in KINDS:
+        raise SourceError(f"data.kind={kind!r}: must be one of {', '.join(KINDS)}")
+    if kind == "builtin":
+        if path:
+            raise SourceError(f'data.path={path!r}: data.kind="builtin" takes no path; did you mean "text"?')
+        return Source(kind, tuple(builtin.stdlib_files()), text_field)
+    if not path:
+        raise SourceError(f"data.path is empty: data.kind={kind!r} needs a file, folder or glob")
+    _require_package(kind)
+    files = _list_files(path, pattern or _DEFAULT_PATTERNS[kind])
+    if not files:
+        raise SourceError(
+            f"data.path={path!r}, data.pattern={pattern!r}: no files found (pattern defaults to "
+            f"{_DEFAULT_PATTERNS[kind]!r} for {kind!r})"
+        )
+    return Source(kind, tuple(files), text_field)
+
+
+def _list_files(path: str, pattern: str) -> list[Path]:
+    root = Path(path).expanduser()
+    if root.is_file():
+        return [root.resolve()]
+    if root.is_dir():
+        candidates = ((p.relative_to(root), p) for p in root.glob(pattern))
+    else:
+        matches = glob_module.glob(str(root), recursive=True)
+        candidates = ((Path(m), Path(m)) for m in matches)
+    found = [
+        (relative.as_posix(), p.resolve())
+        for relative, p in candidates
+        if p.is_file() and not any(part.startswith(".") and part != ".." for part in relative.parts)
+    ]
+    return [p for _, p in sorted(found)]
+
+
+def _require_package(kind: str) -> None:
+    try:
+        if kind == "parquet":
+            import pyarrow.parquet  # noqa: F401
+        elif kind == "array_record":
+            from array_record.python import array_record_module  # noqa: F401
+    except ImportError as error:
+        package = {"parquet": "pyarrow", "array_record": "array_record"}[kind]
+        raise SourceError(
+            f"data.kind={kind!r} needs the package {package}: pip install {package}"
+        ) from error
+
+
+def _to_document(name: str, item: bytes | str, skipped: Skipped) -> Document | None:
+    try:
+        data = item if isinstance(item, bytes) else item.encode("utf-8")
+        text = data.decode("utf-8")
+    except UnicodeError:
+        skipped.add("not UTF-8", name)
+        return None
+    if not data:
+        skipped.add("empty", name)
+        return None
+    return Document(text, data, document_id(data))
+
+
+# Readers yield (name for messages, bytes or str of one document).
+_Items = Iterator[tuple[str, bytes | str]]
+
+
+def _read_text(path: Path, text_field: str, skipped: Skipped) -> _Items:
+    del text_field
+    try:
+        data = path.read_bytes()
+    except OSError:
+        skipped.add("unreadable files", str(path))
+        return
+    yield str(path), data
+
+
+def _read_jsonl(path: Path, text_field: str, skipped: Skipped) -> _Items:
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield from _json_field(f"{path}:{number}", line, text_field, skipped)
+    except (OSError, EOFError):
+        skipped.add("unreadable files", str(path))
+
+
+def _json_field(name: str, data: bytes, text_field: str, skipped: Skipped) -> _Items:
+    try:
+        row = json.loads(data)
+    except UnicodeError:
+        skipped.add("not UTF-8", name)
+        return
+    except ValueError:
+        skipped.add("malformed rows", name)
+        return
+    if not isinstance(row, dict) or not isinstance(row.get(text_field), str):
+        skipped.add(f"rows without a text {text_field!r}", name)
+        return
+    yield name, row[text_field]
+
+
+def _read_parquet(path: Path, text_field: str, skipped: Skipped) -> _Items:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            if text_field not in file.schema_arrow.names:
+                skipped.add(f"files without a column {text_field!r}", str(path))
+                return
+            row = 0
+            for batch in file.iter_batches(columns=[text_field]):
+                for value in batch.column(0).to_pylist():
+                    if isinstance(value, str | bytes):
+                        yield f"{path}:{row}", value
+                    else:
+                        skipped.add(f"rows without a text {text_field!r}", f"{path}:{row}")
+                    row += 1
+    except (OSError, pyarrow.ArrowException):
+        skipped.add("unreadable files", str(path))
+
+
+def _read_array_record(path: Path, text_field: str, skipped: Skipped) -> _Items:
+    from array_record.python import array_record_module
+
+    try:
+        reader = array_record_module.ArrayRecordReader(str(path))
+        count = reader.num_records()
+        for start in range(0, count, _RECORDS_PER_READ):
+            records = reader.read(list(range(start, min(start + _RECORDS_PER_READ, count))))
+            for number, record in enumerate(records, start):
+                name = f"{path}:{number}"
+                if text_field:
+                    yield from _json_field(name, record, text_field, skipped)
+                else:
+                    yield name, record
+        reader.close()
+    except (OSError, RuntimeError, ValueError, IndexError):
+        skipped.add("unreadable files", str(path))
+
+
+_READERS: dict[str, Callable[[Path, str, Skipped], _Items]] = {
+    "builtin": _read_text,
+    "text": _read_text,
+    "jsonl": _read_jsonl,
+    "parquet": _read_parquet,
+    "array_record": _read_array_record,
+}

@@ -1,0 +1,279 @@
+"""A tokenised corpus on disk, built once and then memory-mapped.
+
+One folder per (source listing, tokenizer):
+
+    meta.json          format, counts, dtype, sizes and checksums of the arrays, what was skipped
+    tokens.npy         uint16 or uint32[tokens]; every document is bos + tokens + eos
+    offsets.npy        i64[documents + 1], first token of every document
+    document_ids.npy   i64[documents], hash of the content
+    document_bytes.npy i64[documents], UTF-8 bytes of the content
+
+It is written under a temporary name and renamed when complete, so a folder under its final name is
+whole; of several processes that build the same one, the first to finish wins and the others use it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from train.data.sources import Document, Skipped, Source, SourceError
+from v41flash.text.tokenizer import Tokenizer
+
+_logger = logging.getLogger(__name__)
+
+# Part of the folder's name: raise it with every change of what the folder holds.
+_FORMAT = 1
+_ENCODE_BYTES = 4 << 20
+_PROGRESS_SECONDS = 10.0
+# Larger token files are checked by size alone: reading them whole at every start would take minutes.
+_CHECKSUM_LIMIT = 1 << 30
+_SMALL_ARRAYS = ("offsets", "document_ids", "document_bytes")
+
+
+class StoreError(ValueError):
+    """A tokenised corpus that is incomplete or damaged."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Store:
+    """An open corpus; N documents.
+
+    Attributes:
+        folder: where it lies.
+        tokens: memory-mapped uint16 or uint32, all documents one after the other.
+        offsets: i64[N+1].
+        document_ids: i64[N], all different.
+        document_bytes: i64[N].
+        meta: contents of meta.json.
+    """
+
+    folder: Path
+    tokens: np.ndarray
+    offsets: np.ndarray
+    document_ids: np.ndarray
+    document_bytes: np.ndarray
+    meta: dict[str, Any]
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal exactly where the documents and their tokens are, whatever the paths or file times."""
+        return self.meta["fingerprint"]
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """i64[N], tokens of every document, bos and eos included."""
+        return np.diff(self.offsets)
+
+    @property
+    def skipped(self) -> str:
+        """What was skipped when the store was built; "" where nothing was."""
+        return self.meta["skipped"]
+
+    def split(self, name: str, held_out_fraction: float) -> np.ndarray:
+        """Indices of one split's documents, in store order.
+
+        The split of a document depends on its content alone: it stays when documents come or go.
+
+        Args:
+            name: "train" or "heldout".
+            held_out_fraction: expected share of the documents that is held out, 0 <= f < 1.
+
+        Returns:
+            i64[n].
+
+        Raises:
+            ValueError: another name, or a fraction out of range.
+        """
+        if not 0 <= held_out_fraction < 1:
+            raise ValueError(f"data.held_out_fraction={held_out_fraction}: must be in [0, 1)")
+        if name not in ("train", "heldout"):
+            raise ValueError(f"split {name!r}: must be 'train' or 'heldout'")
+        held_out = self.document_ids < int(held_out_fraction * 2.0**63)
+        return np.flatnonzero(held_out if name == "heldout" else ~held_out)
+
+    def document_tokens(self, index: int) -> np.ndarray:
+        """Tokens of one document (a view of the map), bos and eos included."""
+        return self.tokens[self.offsets[index] : self.offsets[index + 1]]
+
+
+def open_or_build(source: Source, tokenizer: Tokenizer, cache_dir: str | Path) -> Store:
+    """Opens the store of `source` under `tokenizer`, building it first where it does not exist.
+
+    Args:
+        source: what to read.
+        tokenizer: how to tokenise it.
+        cache_dir: folder that holds all stores.
+
+    Returns:
+        The open store.
+
+    Raises:
+        StoreError: the folder exists but is damaged.
+        SourceError: the source has no readable document.
+    """
+    key = hashlib.blake2b(
+        f"{_FORMAT}\0{source.listing_digest()}\0{tokenizer.fingerprint}".encode(), digest_size=12
+    ).hexdigest()
+    folder = Path(cache_dir) / f"{source.kind}-{key}"
+    if not folder.exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        building = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+        try:
+            _build(source, tokenizer, building)
+            _publish(building, folder)
+        finally:
+            shutil.rmtree(building, ignore_errors=True)
+    return open_store(folder)
+
+
+def open_store(folder: str | Path) -> Store:
+    """Opens a store and checks it against its meta.json.
+
+    Raises:
+        StoreError: a file is missing, cut short or changed; the message says which.
+    """
+    folder = Path(folder)
+
+    def damaged(what: str) -> StoreError:
+        return StoreError(f"{folder}: {what}; delete the folder to build it anew")
+
+    try:
+        meta = json.loads((folder / "meta.json").read_text())
+        files = meta["files"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise damaged(f"meta.json is missing or damaged ({error})") from error
+    arrays = {}
+    for name, recorded in files.items():
+        path = folder / f"{name}.npy"
+        size = path.stat().st_size if path.is_file() else None
+        if size != recorded["bytes"]:
+            raise damaged(f"{path.name} has {size} bytes, not {recorded['bytes']}")
+        if size <= _CHECKSUM_LIMIT and _checksum(path) != recorded["checksum"]:
+            raise damaged(f"{path.name} does not have the recorded checksum")
+        mode = "r" if name == "tokens" else None
+        arrays[name] = np.load(path, mmap_mode=mode, allow_pickle=False)
+    if set(arrays) != {"tokens", *_SMALL_ARRAYS}:
+        raise damaged(f"meta.json lists the arrays {sorted(arrays)}")
+    documents = len(arrays["document_ids"])
+    if len(arrays["offsets"]) != documents + 1 or arrays["offsets"][-1] != len(arrays["tokens"]):
+        raise damaged("offsets do not match the tokens")
+    return Store(folder=folder, meta=meta, **arrays)
+
+
+def _publish(building: Path, folder: Path) -> None:
+    try:
+        os.rename(building, folder)
+    except OSError:
+        # Another process finished the same folder first; anything else is a real failure.
+        if not folder.is_dir():
+            raise
+
+
+def _checksum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def _write_header(file: BinaryIO, dtype: np.dtype, length: int) -> int:
+    # NumPy leaves room in the header for the length to grow, so it can be written last, in place.
+    np.lib.format.write_array_header_1_0(
+        file, {"descr": dtype.str, "fortran_order": False, "shape": (length,)}
+    )
+    return file.tell()
+
+
+def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
+    batch: list[Document] = []
+    size = 0
+    for document in documents:
+        batch.append(document)
+        size += len(document.data)
+        if size >= _ENCODE_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _without_duplicates(documents: Iterator[Document], repeated: list[int]) -> Iterator[Document]:
+    seen: set[int] = set()
+    for document in documents:
+        if document.document_id in seen:
+            repeated[0] += 1
+        else:
+            seen.add(document.document_id)
+            yield document
+
+
+def _build(source: Source, tokenizer: Tokenizer, folder: Path) -> None:
+    dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
+    skipped = Skipped()
+    repeated = [0]
+    lengths, ids, sizes = [], [], []
+    fingerprint = hashlib.blake2b(tokenizer.fingerprint.encode(), digest_size=12)
+    started = reported = time.monotonic()
+    with (folder / "tokens.npy").open("wb") as file:
+        data_start = _write_header(file, dtype, 0)
+        for batch in _batches(_without_duplicates(source.documents(skipped), repeated)):
+            encoded = tokenizer.encode_batch([document.text for document in batch])
+            for document, tokens in zip(batch, encoded, strict=True):
+                whole = np.concatenate(([tokenizer.bos_id], tokens, [tokenizer.eos_id])).astype(dtype)
+                file.write(whole.tobytes())
+                lengths.append(len(whole))
+                ids.append(document.document_id)
+                sizes.append(len(document.data))
+                fingerprint.update(document.document_id.to_bytes(8, "little"))
+            now = time.monotonic()
+            if now - reported >= _PROGRESS_SECONDS:
+                reported = now
+                _logger.info(
+                    "tokenising %s: %d documents, %.1f MB, %.1f MB/s",
+                    source.kind, len(ids), sum(sizes) / 1e6, sum(sizes) / 1e6 / (now - started),
+                )  # fmt: skip
+        total = sum(lengths)
+        file.seek(0)
+        if _write_header(file, dtype, total) != data_start:
+            raise RuntimeError("the .npy header changed its size")
+    if skipped.counts:
+        _logger.warning("data.kind=%r skipped %s", source.kind, skipped)
+    if not ids:
+        raise SourceError(
+            f"data.kind={source.kind!r}: none of {len(source.files)} files holds a readable document"
+            f" (skipped: {skipped or 'nothing'})"
+        )
+    np.save(folder / "offsets.npy", np.concatenate(([0], np.cumsum(lengths, dtype=np.int64))))
+    np.save(folder / "document_ids.npy", np.array(ids, np.int64))
+    np.save(folder / "document_bytes.npy", np.array(sizes, np.int64))
+    names = ("tokens", *_SMALL_ARRAYS)
+    meta = {
+        "format": _FORMAT,
+        "kind": source.kind,
+        "files_read": len(source.files),
+        "tokenizer": tokenizer.name,
+        "documents": len(ids),
+        "tokens": total,
+        "bytes": sum(sizes),
+        "repeated_documents": repeated[0],
+        "skipped": str(skipped),
+        "fingerprint": fingerprint.hexdigest(),
+        "files": {
+            name: {
+                "bytes": (folder / f"{name}.npy").stat().st_size,
+                "checksum": _checksum(folder / f"{name}.npy"),
+            }
+            for name in names
+        },
+    }
+    (folder / "meta.json").write_text(json.dumps(meta, indent=1))
