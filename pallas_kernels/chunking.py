@@ -1,6 +1,7 @@
 """Running a function of queries a chunk at a time, so that no temporary grows with queries x keys.
 
-XLA definitions of attention-like ops differ in what a chunk computes, not in how the queries are cut.
+XLA definitions of attention-like ops differ in what a chunk computes, not in how the queries are
+cut.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-# The largest temporary of one chunk. Measured on CPU (T 512 to 2048, head_dim 64 and 128, forward and
-# backward): 2 to 4 MiB is fastest, 32 MiB takes 1.4 to 2.3 times as long, caches being what they are.
+# The largest temporary of one chunk. Measured on CPU (T 512 to 2048, head_dim 64 and 128, forward
+# and backward): 2 to 4 MiB is fastest, 32 MiB takes 1.4 to 2.3 times as long, caches being what
+# they are.
 BUDGET_BYTES = 4 * 2**20
 # Adding one chunk's gradient of the keys costs as much as gathering the keys of this many queries.
 SMALLEST_CHUNK = 64
@@ -57,7 +59,8 @@ def map_queries(body: Callable[..., Any], queries: tuple[jax.Array, ...], chunk:
         return jax.tree.map(lambda y: y[:, :total], body(*padded))
 
     cut = [jnp.moveaxis(x.reshape(x.shape[0], chunks, chunk, *x.shape[2:]), 1, 0) for x in padded]
-    # Inside a loop the recomputation cannot be merged with the first pass, so the barrier is not needed.
+    # Inside a loop the recomputation cannot be merged with the first pass, so the barrier is not
+    # needed.
     step = jax.checkpoint(lambda xs: body(*xs), prevent_cse=False)
     results = jax.lax.map(step, cut)
 

@@ -37,22 +37,23 @@ def sparse_attention(
 
         s_hk = scale q_h . row_k,   out_h = sum_k exp(s_hk) row_k / (sum_k exp(s_hk) + exp(sink_h)).
 
-    Documents, causality, replay and decoding are all expressed by the ranges and indices: S and G need
-    not equal T, and a query never sees a row that its range or its indices do not name.
+    Documents, causality, replay and decoding are all expressed by the ranges and indices: S and G
+    need not equal T, and a query never sees a row that its range or its indices do not name.
 
     Args:
         q: `[B, T, H, D]` rotated queries, float32 or bfloat16. float32 is computed at the highest
             matmul precision; bfloat16 multiplies in bfloat16. Logits, softmax and sums are float32.
         window_rows: `[B, S, D]`, finite.
         window_lo: i32 `[B, T]`, first window row that a query sees, counted on S.
-        window_hi: i32 `[B, T]`, one past the last; `window_lo >= window_hi` is an empty window. Where
-            windows are not empty, `window_hi` must not decrease along T and may grow by at most
-            one a query, which holds for consecutive tokens.
+        window_hi: i32 `[B, T]`, one past the last; `window_lo >= window_hi` is an empty window.
+            Where windows are not empty, `window_hi` must not decrease along T and may grow by at
+            most one a query, which holds for consecutive tokens.
         main_rows: `[B, G, D]`, finite, or None for a layer that has only its window.
         indices: i32 `[B, T, K]` rows of `main_rows`, in any order. Values outside `[0, G)`, -1
             among them, are no key; a row listed twice counts twice. None, with `main_rows` given,
             stands for every row of `main_lo <= j < main_hi`.
-        sink: `[H]` logit that takes part in the denominator alone. -inf turns it off; +inf gives out 0.
+        sink: `[H]` logit that takes part in the denominator alone. -inf turns it off; +inf gives
+            out 0.
         window: static bound of `window_hi - window_lo`; 0 turns the window off.
         main_lo: i32 `[B, T]`, needed where `indices` is None.
         main_hi: i32 `[B, T]`, needed where `indices` is None.
@@ -63,8 +64,8 @@ def sparse_attention(
 
     Returns:
         out: `[B, T, H, D]` in the dtype of `q`; 0 for a query without any key.
-        lse: f32 `[B, T, H]`, natural logarithm of `sum_k exp(s_hk)` without the sink; -inf without any
-            key. `jnp.logaddexp(lse, sink)` is what `selected_mass` takes.
+        lse: f32 `[B, T, H]`, natural logarithm of `sum_k exp(s_hk)` without the sink; -inf without
+            any key. `jnp.logaddexp(lse, sink)` is what `selected_mass` takes.
 
         Both are differentiable in `q`, `window_rows`, `main_rows` and `sink`.
 
@@ -127,9 +128,9 @@ def selected_mass(
         implementation: "xla", a sequence of names to be tried in order, or None for the best.
 
     Returns:
-        f32 `[B, T, K]` (`[B, T, G]` where `indices` is None): sum over heads of the probability of each
-        slot, 0 where there is no key. A row that is listed twice gets its share in both slots. No
-        gradient flows through it.
+        f32 `[B, T, K]` (`[B, T, G]` where `indices` is None): sum over heads of the probability of
+        each slot, 0 where there is no key. A row that is listed twice gets its share in both slots.
+        No gradient flows through it.
 
     Raises:
         ValueError: arguments that do not fit each other.

@@ -28,6 +28,7 @@ def _in_range(lo: jax.Array, hi: jax.Array, rows: int) -> jax.Array:
 
 def _gather(rows: jax.Array, indices: jax.Array) -> jax.Array:
     """Rows [B,N,D] at indices [B,C,K]: [B,C,K,D], zeros (and no gradient) at invalid indices."""
+    # Negative indices would count from the end; this one is out of range.
     indices = jnp.where(indices >= 0, indices, rows.shape[1])
     return jax.vmap(lambda r, i: r.at[i].get(mode="fill", fill_value=0))(rows, indices)
 
@@ -88,7 +89,8 @@ def _joint_softmax(parts, sink, dtype):
         out = out + weighted_sum(weights.astype(dtype))
     total = jnp.where(any_key, total, 1.0)
     lse = jnp.log(total) + highest
-    # exp(lse) / (exp(lse) + exp(sink)): finite, with finite gradients, for any sink including +-inf.
+    # exp(lse) / (exp(lse) + exp(sink)): finite, with finite gradients, for any sink including
+    # +-inf.
     keys_share = jax.nn.sigmoid(lse - sink.astype(jnp.float32))
     factor = jnp.where(any_key, keys_share / total, 0.0)
     return (out * factor[..., None]).astype(dtype), jnp.where(any_key, lse, -jnp.inf)
@@ -183,7 +185,8 @@ def selected_mass(
 
     def body(q, lse, *selection):
         logits, _ = _main_part(q, selection, main_rows, scale)
-        # Without any key every logit is -inf, so what stands in for an infinite lse does not matter.
+        # Without any key every logit is -inf, so what stands in for an infinite lse does not
+        # matter.
         lse = jnp.where(jnp.isfinite(lse), lse, 0.0)
         return jnp.exp(logits - lse[..., None]).sum(axis=2)
 
