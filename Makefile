@@ -1,16 +1,18 @@
 # make train   sets up and trains configs/quickstart.py into runs/quickstart
 # make test    sets up and runs the quick tests; make test-all adds those marked slow
-# Variables: PYTHON (makes the environment), VENV (where it lies), WORKDIR (where training goes).
+# Variables: PYTHON (makes the environment), VENV (where it lies), WORKDIR (where training goes),
+# JOBS (tests at a time), JAX_PLATFORMS (what tests run on).
 
 PYTHON ?= python3
 VENV ?= .venv
 WORKDIR ?= runs/quickstart
 JOBS ?= 2
+JAX_PLATFORMS ?= cpu
 
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
 # Compiled programs are kept between test runs: a second run takes an eighth of the time.
-TEST_ENV := JAX_PLATFORMS=cpu JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.cache/jax \
+TEST_ENV := JAX_PLATFORMS=$(JAX_PLATFORMS) JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.cache/jax \
 	JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1
 
 .PHONY: setup train test test-all lint clean
