@@ -56,7 +56,7 @@ def warmup_constant_cosine(
         raise ValueError(f"warmup_steps {warmup_steps} is negative")
     if (decay_from is None) != (decay_until is None):
         raise ValueError(
-            f"decay_from {decay_from} and decay_until {decay_until} go together: give both or neither"
+            f"decay_from {decay_from} and decay_until {decay_until} go together: give both or none"
         )
     if decay_from is not None and not warmup_steps <= decay_from < decay_until:
         raise ValueError(

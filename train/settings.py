@@ -1,0 +1,302 @@
+"""The sections of a configuration as checked, typed values.
+
+A configuration is a locked `ConfigDict` with exactly the sections model, data, optimizer, train,
+eval, mesh and kernels. `resolve` turns it into `Settings`; a mistake is a `SettingsError` whose
+text is one line that names the key, its value and what would be right.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from v41flash.config import ModelConfig
+from v41flash.kernels import Kernels
+
+SECTIONS = ("model", "data", "optimizer", "train", "eval", "mesh", "kernels")
+
+# What may change between the parts of one run: how long it is, what is written down and when, and
+# where and by which kernels it is computed. Everything else would make it another run.
+FREE_ON_RESUME = (
+    "train.steps",
+    "train.log_every",
+    "train.checkpoint_every",
+    "train.keep_checkpoints",
+    "train.profile_from",
+    "train.profile_steps",
+    "train.peak_flops",
+    "eval.",
+    "mesh.",
+    "kernels.",
+)
+
+
+class SettingsError(ValueError):
+    """A configuration that cannot be run; the text is one line for the user."""
+
+
+def _require(condition: bool, key: str, value: Any, right: str) -> None:
+    if not condition:
+        raise SettingsError(f"{key} = {value!r}: must be {right}")
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerSettings:
+    """`config.optimizer`. The horizon of the schedule is its own: it ignores `train.steps`."""
+
+    name: str = "adamw"
+    learning_rate: float = 3e-4
+    # None: a tenth of learning_rate.
+    final_learning_rate: float | None = None
+    warmup_steps: int = 100
+    # First and last step of the cosine; None: no decay.
+    decay_from: int | None = None
+    decay_until: int | None = None
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-20
+    weight_decay: float = 0.1
+    # 0: no clipping. The indexers' gradients are neither counted nor clipped.
+    clip_norm: float = 1.0
+
+    def __post_init__(self):
+        """Checks the values."""
+        _require(self.name == "adamw", "optimizer.name", self.name, "'adamw'")
+        for name in ("learning_rate", "weight_decay", "clip_norm"):
+            value = getattr(self, name)
+            _require(value >= 0, f"optimizer.{name}", value, "at least 0")
+        for name in ("beta1", "beta2"):
+            value = getattr(self, name)
+            _require(0 <= value < 1, f"optimizer.{name}", value, "in [0, 1)")
+        _require(self.eps > 0, "optimizer.eps", self.eps, "positive")
+        for name in ("decay_from", "decay_until"):
+            value = getattr(self, name)
+            _require(
+                value is None or isinstance(value, int),
+                f"optimizer.{name}",
+                value,
+                "a step or None",
+            )
+        final = self.final_learning_rate
+        _require(
+            final is None or isinstance(final, (int, float)),
+            "optimizer.final_learning_rate",
+            final,
+            "a number or None",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainSettings:
+    """`config.train`."""
+
+    seed: int = 0
+    steps: int = 1000
+    # Microbatches per step; data.batch_size is the whole step's.
+    accumulation: int = 1
+    balance_weight: float = 1e-4
+    indexer_weight: float = 1.0
+    router_bias_speed: float = 1e-3
+    # Steps at the start in which every visible entry is attended and the indexers learn from all.
+    indexer_warmup_steps: int = 0
+    # ((from_step, {"model.key": value, "data.key": value, ...}), ...)
+    stages: tuple = ()
+    # Tokens whose logits exist at once in the loss.
+    loss_chunk_tokens: int = 2048
+    # Stop when the loss is this many nats above its recent median; 0: only when it is not finite.
+    max_loss_spike: float = 3.0
+    log_every: int = 10
+    checkpoint_every: int = 100
+    keep_checkpoints: int = 2
+    # Trace profile_steps steps, starting with step profile_from, into the folder profile.
+    profile_from: int = 0
+    profile_steps: int = 0
+    # Ceiling for MFU in FLOP/s per device; 0: measured at the start (accelerators only).
+    peak_flops: float = 0.0
+
+    def __post_init__(self):
+        """Checks the values."""
+        for name in (
+            "steps",
+            "accumulation",
+            "loss_chunk_tokens",
+            "log_every",
+            "checkpoint_every",
+            "keep_checkpoints",
+        ):
+            value = getattr(self, name)
+            _require(value >= 1, f"train.{name}", value, "at least 1")
+        for name in (
+            "seed",
+            "balance_weight",
+            "indexer_weight",
+            "router_bias_speed",
+            "indexer_warmup_steps",
+            "profile_from",
+            "profile_steps",
+            "peak_flops",
+            "max_loss_spike",
+        ):
+            value = getattr(self, name)
+            _require(value >= 0, f"train.{name}", value, "at least 0")
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalSettings:
+    """`config.eval`."""
+
+    # Steps between held-out evaluations; 0: only at the end.
+    every: int = 0
+    # Held-out batches per evaluation.
+    batches: int = 8
+    # Compare with an order-2 byte n-gram model at the end (byte-level tokenizer only).
+    byte_ngram: bool = True
+    sample_prompt: str = ""
+    # Tokens to draw at the end; 0: no sample.
+    sample_tokens: int = 200
+    sample_temperature: float = 0.8
+    sample_seed: int = 0
+
+    def __post_init__(self):
+        """Checks the values."""
+        _require(self.batches >= 1, "eval.batches", self.batches, "at least 1")
+        for name in ("every", "sample_tokens", "sample_temperature", "sample_seed"):
+            value = getattr(self, name)
+            _require(value >= 0, f"eval.{name}", value, "at least 0")
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshSettings:
+    """`config.mesh`: sizes of the mesh axes; one of them may be -1 (what the others leave)."""
+
+    data: int = -1
+    fsdp: int = 1
+    expert: int = 1
+    context: int = 1
+    tensor: int = 1
+    # Call jax.distributed.initialize() first: one process of several.
+    distributed: bool = False
+
+    def sizes(self) -> dict[str, int]:
+        """Axis name -> size, as `v41flash.sharding.make_mesh` takes them."""
+        sizes = dataclasses.asdict(self)
+        del sizes["distributed"]
+        return sizes
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """A whole configuration, checked. `data` is checked by `train.data` when it is opened."""
+
+    model: ModelConfig
+    data: ConfigDict
+    optimizer: OptimizerSettings
+    train: TrainSettings
+    eval: EvalSettings
+    mesh: MeshSettings
+    kernels: Kernels
+
+
+def closest(key: str, known: Iterable[str]) -> str:
+    """A hint for a misspelled key: '; did you mean ...?', or nothing where nothing is near."""
+    known = list(known)
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+    if not near:
+        last = key.rpartition(".")[2]
+        near = [name for name in known if name.rpartition(".")[2] == last][:1]
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mapping -> {"a.b": value}; tuples become lists, as they do in JSON."""
+    flat = {}
+    for key, value in tree.items():
+        if isinstance(value, (Mapping, ConfigDict)) and value:
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = json.loads(json.dumps(value))
+    return flat
+
+
+def to_json(config: ConfigDict) -> dict[str, Any]:
+    """The configuration as plain JSON values."""
+    return json.loads(json.dumps(config.to_dict()))
+
+
+def _section(kind: type, section: str, values: ConfigDict) -> Any:
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    for key in values:
+        if key not in fields:
+            hint = closest(key, fields)
+            raise SettingsError(f"config.{section}.{key}: no such key{hint}")
+    for name in fields:
+        if name not in values:
+            raise SettingsError(
+                f"config.{section}.{name} is missing; start from configs._defaults.get_config()"
+            )
+    values = {key: tuple(v) if isinstance(v, list) else v for key, v in values.items()}
+    for name, value in values.items():
+        default = fields[name].default
+        if isinstance(default, bool) != isinstance(value, bool) and default is not None:
+            raise SettingsError(f"{section}.{name} = {value!r}: must be like {default!r}")
+        if isinstance(default, (int, float)) and not isinstance(value, (int, float)):
+            raise SettingsError(f"{section}.{name} = {value!r}: must be a number")
+        if isinstance(default, int) and isinstance(value, float):
+            raise SettingsError(f"{section}.{name} = {value!r}: must be a whole number")
+    return kind(**values)
+
+
+def resolve(config: ConfigDict) -> Settings:
+    """Checks a configuration and gives its typed form.
+
+    Raises:
+        SettingsError: a section or key is missing or unknown, or a value is impossible.
+        ValueError: ModelConfig refuses the model.
+    """
+    for section in config:
+        if section not in SECTIONS:
+            raise SettingsError(
+                f"config.{section}: no such section; there is {', '.join(SECTIONS)}"
+            )
+    for section in SECTIONS:
+        if section not in config:
+            raise SettingsError(f"config.{section} is missing; sections: {', '.join(SECTIONS)}")
+    return Settings(
+        model=ModelConfig.from_dict(config.model.to_dict()),
+        data=config.data,
+        optimizer=_section(OptimizerSettings, "optimizer", config.optimizer),
+        train=_section(TrainSettings, "train", config.train),
+        eval=_section(EvalSettings, "eval", config.eval),
+        mesh=_section(MeshSettings, "mesh", config.mesh),
+        kernels=_section(Kernels, "kernels", config.kernels),
+    )
+
+
+def check_resume(stored: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+    """Refuses to go on with a run under another configuration.
+
+    Args:
+        stored: the configuration of the run so far, as JSON values.
+        current: the configuration that was asked for, likewise.
+
+    Raises:
+        SettingsError: a key differs that is not in `FREE_ON_RESUME`; names the first.
+    """
+    old, new = flatten(stored), flatten(current)
+    absent = object()
+    for key in sorted(old.keys() | new.keys()):
+        if key in FREE_ON_RESUME or key.partition(".")[0] + "." in FREE_ON_RESUME:
+            continue
+        before, now = old.get(key, absent), new.get(key, absent)
+        if before == now:
+            continue
+        shown = ["absent" if value is absent else json.dumps(value) for value in (before, now)]
+        raise SettingsError(
+            f"config.{key} is {shown[1]}, but the run in this workdir has {shown[0]}; "
+            f"only train.steps, logging, eval, mesh and kernels may change on resume"
+        )

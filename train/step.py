@@ -1,0 +1,302 @@
+"""The compiled step: parameters and optimizer state in, one update and its metrics out."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from train import losses
+from train import optimizer as optimizer_lib
+from train.settings import Settings
+from v41flash import sharding
+from v41flash.config import ModelConfig
+from v41flash.nn import ced, moe
+
+Batch = Mapping[str, jax.Array]
+
+
+class TrainState(NamedTuple):
+    """What a step replaces: i32 count of updates done, parameters, optimizer state."""
+
+    step: jax.Array
+    params: Any
+    opt_state: Any
+
+
+# -- Layout ------------------------------------------------------------------------------------
+
+
+def _example(config: ModelConfig) -> dict[str, jax.Array]:
+    row = jnp.zeros((1, ced.ALIGNMENT), jnp.int32)
+    rows = (1, ced.ALIGNMENT, config.num_engram_sites, config.engram_rows_per_token)
+    return {
+        "tokens": row,
+        "positions": row,
+        "segment_ids": row,
+        "engram_rows": jnp.zeros(rows, jnp.int32),
+    }
+
+
+def abstract_params(model: ced.CED, mesh: Mesh) -> Any:
+    """Shapes, dtypes and shardings of the model's parameters; nothing is computed."""
+    inputs = _example(model.config)
+    boxed = jax.eval_shape(functools.partial(model.init, **inputs), jax.random.key(0))["params"]
+    shardings = sharding.param_shardings(boxed, mesh)
+    return jax.tree.map(
+        lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
+        nn.unbox(boxed),
+        shardings,
+    )
+
+
+def abstract_state(
+    model: ced.CED, optimizer: optax.GradientTransformation, mesh: Mesh
+) -> TrainState:
+    """Shapes, dtypes and shardings of a whole TrainState.
+
+    An optimizer's per-parameter arrays lie as their parameter does, its counters everywhere.
+    """
+    replicated = NamedSharding(mesh, PartitionSpec())
+    params = abstract_params(model, mesh)
+    opt_state = optax.tree_utils.tree_map_params(
+        optimizer,
+        lambda leaf, param: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=param.sharding),
+        jax.eval_shape(optimizer.init, params),
+        params,
+        transform_non_params=lambda leaf: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=replicated
+        ),
+    )
+    return TrainState(jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated), params, opt_state)
+
+
+def init_state(
+    model: ced.CED, optimizer: optax.GradientTransformation, abstract: TrainState, seed: int
+) -> TrainState:
+    """A fresh state, made where it is going to live.
+
+    Args:
+        model: the model.
+        optimizer: the transform.
+        abstract: from `abstract_state`.
+        seed: of the parameters.
+    """
+    inputs = _example(model.config)
+
+    def init(key):
+        params = nn.unbox(model.init(key, **inputs))["params"]
+        return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
+
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+    return jax.jit(init, out_shardings=shardings)(jax.random.key(seed))
+
+
+def to_device(batch: Mapping[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
+    """This process's rows of a batch -> global arrays, rows over the mesh's data axes."""
+    where = sharding.batch_sharding(mesh)
+    return {
+        name: jax.make_array_from_process_local_data(where, value) for name, value in batch.items()
+    }
+
+
+# -- The step ----------------------------------------------------------------------------------
+
+
+class _Sums(NamedTuple):
+    """What microbatches add up: each microbatch's share of the step's means."""
+
+    gradients: Any
+    router_load: Any
+    metrics: dict[str, jax.Array]
+
+
+def _model_outputs(model: ced.CED, params: Any, batch: Batch) -> tuple[ced.Outputs, Any]:
+    outputs, state = model.apply(
+        {"params": params},
+        batch["tokens"],
+        batch["positions"],
+        batch["segment_ids"],
+        batch["engram_rows"],
+        mutable=["router_load"],
+    )
+    return outputs, state["router_load"]
+
+
+def _cross_entropy(
+    params: Any, hidden: jax.Array, batch: Batch, chunk_tokens: int
+) -> losses.CrossEntropy:
+    return losses.cross_entropy(
+        functools.partial(ced.logits, {"head": params["head"]}),
+        hidden,
+        batch["targets"],
+        batch["loss_mask"],
+        chunk_tokens=chunk_tokens,
+    )
+
+
+def _counts(batch: Batch) -> dict[str, jax.Array]:
+    """Denominators of the means: targets, document tokens, rows that hold any."""
+    tokens = batch["segment_ids"] > 0
+    return {
+        "targets": jnp.sum(batch["loss_mask"]),
+        "tokens": jnp.sum(tokens, dtype=jnp.float32),
+        "rows": jnp.sum(jnp.any(tokens, axis=1), dtype=jnp.float32),
+    }
+
+
+def _microbatches(batch: Batch, count: int) -> Batch:
+    """[B, ...] -> [count, B / count, ...]; microbatch i takes rows i, i + count, ...
+
+    With this order the rows of every microbatch stay on the device that holds them.
+    """
+
+    def split(array):
+        rows = array.reshape(array.shape[0] // count, count, *array.shape[1:])
+        return jnp.swapaxes(rows, 0, 1)
+
+    return jax.tree.map(split, dict(batch))
+
+
+def _largest_norm_weight(params: Any) -> jax.Array:
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    names = [(optimizer_lib.path_names(path), leaf) for path, leaf in leaves]
+    norms = [jnp.max(jnp.abs(leaf)) for name, leaf in names if optimizer_lib.kind(name) == "norm"]
+    return jnp.max(jnp.stack(norms))
+
+
+def _split_norm(gradients: Any) -> tuple[jax.Array, jax.Array]:
+    """Global norms of (everything but the indexers, the indexers)."""
+    inside, outside = [], []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(gradients):
+        side = outside if optimizer_lib.is_indexer(optimizer_lib.path_names(path)) else inside
+        side.append(leaf)
+    return optax.global_norm(inside), optax.global_norm(outside)
+
+
+def make_train_step(
+    model: ced.CED, optimizer: optax.GradientTransformation, settings: Settings
+) -> Any:
+    """Builds the update function; jit it with `compile_train_step`.
+
+    Args:
+        model: built with `indexer_loss=True`.
+        optimizer: from `train.optimizer.build`.
+        settings: `train` gives accumulation and loss weights, `optimizer` the rate that is logged.
+
+    Returns:
+        (TrainState, batch) -> (TrainState, metrics), metrics a dict of f32 scalars: loss = ce +
+        balance_weight * balance + indexer_weight * indexer_kl, and accuracy, grad_norm (before the
+        clip, without the indexers), indexer_grad_norm, learning_rate, padding, tokens,
+        max_main_kv, max_norm_weight.
+    """
+    train = settings.train
+    schedule = optimizer_lib.schedule(settings.optimizer)
+
+    def share(params, batch, totals):
+        """This microbatch's share of the step's loss: shares sum to exact means."""
+        outputs, router_load = _model_outputs(model, params, batch)
+        counts = _counts(batch)
+        entropy = _cross_entropy(params, outputs.hidden, batch, train.loss_chunk_tokens)
+        ce = entropy.nats / totals["targets"]
+        balance = outputs.balance_loss * counts["rows"] / totals["rows"]
+        # Queries without any visible entry (the first of a document) differ between sources, so
+        # this weight is exact up to those.
+        kl = outputs.indexer_kl * counts["tokens"] / totals["tokens"]
+        loss = ce + train.balance_weight * balance + train.indexer_weight * kl
+        metrics = {
+            "loss": loss,
+            "ce": ce,
+            "balance": balance,
+            "indexer_kl": kl,
+            "accuracy": entropy.correct / totals["targets"],
+            "max_main_kv": outputs.max_main_kv,
+        }
+        return loss, (router_load, metrics)
+
+    def sums(params, batch, totals):
+        gradient = jax.value_and_grad(share, has_aux=True)
+        (_, (router_load, metrics)), gradients = gradient(params, batch, totals)
+        return _Sums(gradients, router_load, metrics)
+
+    def join(a: _Sums, b: _Sums) -> _Sums:
+        added = jax.tree.map(jnp.add, a, b)
+        largest = jnp.maximum(a.metrics["max_main_kv"], b.metrics["max_main_kv"])
+        return added._replace(metrics={**added.metrics, "max_main_kv": largest})
+
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+        totals = _counts(batch)
+        positions = batch["segment_ids"].size
+        tokens = totals["tokens"]
+        totals = jax.tree.map(lambda total: jnp.maximum(total, 1.0), totals)
+        if train.accumulation == 1:
+            done = sums(state.params, batch, totals)
+        else:
+            micro = _microbatches(batch, train.accumulation)
+            first = jax.tree.map(lambda array: array[0], micro)
+            zero = jax.tree.map(
+                lambda leaf: jnp.zeros(leaf.shape, leaf.dtype),
+                jax.eval_shape(sums, state.params, first, totals),
+            )
+            done, _ = jax.lax.scan(
+                lambda total, part: (join(total, sums(state.params, part, totals)), None),
+                zero,
+                micro,
+            )
+        updates, opt_state = optimizer.update(done.gradients, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        params = moe.update_router_bias(params, done.router_load, train.router_bias_speed)
+        grad_norm, indexer_grad_norm = _split_norm(done.gradients)
+        metrics = {
+            **done.metrics,
+            "grad_norm": grad_norm,
+            "indexer_grad_norm": indexer_grad_norm,
+            "learning_rate": schedule(state.step),
+            "padding": 1.0 - tokens / positions,
+            "tokens": tokens,
+            "max_norm_weight": _largest_norm_weight(params),
+        }
+        return TrainState(state.step + 1, params, opt_state), metrics
+
+    return step
+
+
+def compile_train_step(step: Any, abstract: TrainState, batch: Batch, mesh: Mesh) -> Any:
+    """Compiles ahead of the first call. The state that is passed in is donated.
+
+    Args:
+        step: from `make_train_step`.
+        abstract: from `abstract_state`.
+        batch: a batch on the device, or abstract arrays with shardings.
+        mesh: of both.
+
+    Returns:
+        The compiled executable; call it as `step`.
+    """
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+    batch_shardings = jax.tree.map(lambda leaf: leaf.sharding, dict(batch))
+    jitted = jax.jit(
+        step,
+        in_shardings=(shardings, batch_shardings),
+        out_shardings=(shardings, NamedSharding(mesh, PartitionSpec())),
+        donate_argnums=0,
+    )
+    return jitted.lower(abstract, dict(batch)).compile()
+
+
+def make_eval_step(model: ced.CED, chunk_tokens: int) -> Any:
+    """(params, batch) -> `losses.CrossEntropy` sums over the batch."""
+
+    @jax.jit
+    def step(params: Any, batch: Batch) -> losses.CrossEntropy:
+        outputs, _ = _model_outputs(model, params, batch)
+        return _cross_entropy(params, outputs.hidden, batch, chunk_tokens)
+
+    return step
