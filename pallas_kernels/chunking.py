@@ -1,7 +1,6 @@
 """Running a function of queries a chunk at a time, so that no temporary grows with queries x keys.
 
-XLA definitions of attention-like ops differ in what a chunk computes, not in how the queries are
-cut.
+Attention-like ops differ in what a chunk computes, not in how their queries are cut.
 """
 
 from __future__ import annotations
@@ -13,8 +12,7 @@ import jax
 import jax.numpy as jnp
 
 # The largest temporary of one chunk. Measured on CPU (T 512 to 2048, head_dim 64 and 128, forward
-# and backward): 2 to 4 MiB is fastest, 32 MiB takes 1.4 to 2.3 times as long, caches being what
-# they are.
+# and backward): 2 to 4 MiB is fastest; 32 MiB, beyond the caches, takes 1.4 to 2.3 times as long.
 BUDGET_BYTES = 4 * 2**20
 # Adding one chunk's gradient of the keys costs as much as gathering the keys of this many queries.
 SMALLEST_CHUNK = 64
@@ -59,8 +57,7 @@ def map_queries(body: Callable[..., Any], queries: tuple[jax.Array, ...], chunk:
         return jax.tree.map(lambda y: y[:, :total], body(*padded))
 
     cut = [jnp.moveaxis(x.reshape(x.shape[0], chunks, chunk, *x.shape[2:]), 1, 0) for x in padded]
-    # Inside a loop the recomputation cannot be merged with the first pass, so the barrier is not
-    # needed.
+    # A loop's recomputation cannot be merged with its first pass: no barrier is needed for that.
     step = jax.checkpoint(lambda xs: body(*xs), prevent_cse=False)
     results = jax.lax.map(step, cut)
 

@@ -89,8 +89,7 @@ def _joint_softmax(parts, sink, dtype):
         out = out + weighted_sum(weights.astype(dtype))
     total = jnp.where(any_key, total, 1.0)
     lse = jnp.log(total) + highest
-    # exp(lse) / (exp(lse) + exp(sink)): finite, with finite gradients, for any sink including
-    # +-inf.
+    # exp(lse) / (exp(lse) + exp(sink)), in a form whose gradients are finite for infinite sinks.
     keys_share = jax.nn.sigmoid(lse - sink.astype(jnp.float32))
     factor = jnp.where(any_key, keys_share / total, 0.0)
     return (out * factor[..., None]).astype(dtype), jnp.where(any_key, lse, -jnp.inf)
@@ -185,9 +184,8 @@ def selected_mass(
 
     def body(q, lse, *selection):
         logits, _ = _main_part(q, selection, main_rows, scale)
-        # Without any key every logit is -inf, so what stands in for an infinite lse does not
-        # matter.
-        lse = jnp.where(jnp.isfinite(lse), lse, 0.0)
+        # -inf means that there is no key: every logit is -inf too, and the difference would be NaN.
+        lse = jnp.where(lse > -jnp.inf, lse, 0.0)
         return jnp.exp(logits - lse[..., None]).sum(axis=2)
 
     selection = (main_lo, main_hi) if indices is None else (indices,)
