@@ -11,10 +11,11 @@ arrays with its worst error; the exit status is 1 if one is off.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import pathlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -51,7 +52,7 @@ class Family(NamedTuple):
     where: str
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Recorded:
     """A folder of recorded numbers: configuration and weights."""
 
@@ -79,14 +80,16 @@ class Recorded:
             config = dataclasses.replace(config, **none)
         return ced.CED(config)
 
-    def inputs(self, tokens: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Model inputs of one document, tokens [T]: a batch of one row."""
-        positions = np.arange(len(tokens), dtype=np.int32)[None]
+    def inputs(self, tokens: np.ndarray, length: int) -> tuple[np.ndarray, ...]:
+        """Model inputs of the first `length` tokens: a batch of one row, the rest padding."""
+        row = np.arange(len(tokens), dtype=np.int32)[None]
+        segment_ids = (row < length).astype(np.int32)
+        positions = row * segment_ids
         rows = self.hasher.rows(self.compressed_ids[tokens][None], positions)
-        return tokens[None].astype(np.int32), positions, np.ones_like(positions), rows
+        return tokens[None].astype(np.int32), positions, segment_ids, rows
 
-    def run(self, fake_quantize: bool, tokens: np.ndarray) -> tuple[dict[str, Any], np.ndarray]:
-        """(intermediates, logits [T, V]) of a forward pass over one document."""
+    @functools.cache
+    def _forward(self, fake_quantize: bool) -> Callable[..., Any]:
         model = self.model(fake_quantize)
 
         @jax.jit
@@ -94,9 +97,17 @@ class Recorded:
             outputs, state = model.apply({"params": params}, *inputs, mutable=["intermediates"])
             return state["intermediates"], outputs.hidden, ced.logits(params, outputs.hidden)
 
-        kept, hidden, logits = jax.device_get(forward(self.params, *self.inputs(tokens)))
+        return forward
+
+    def run(
+        self, fake_quantize: bool, tokens: np.ndarray, length: int | None = None
+    ) -> tuple[dict[str, Any], np.ndarray]:
+        """(intermediates, logits [length, V]) of a forward pass over the first `length` tokens."""
+        length = len(tokens) if length is None else length
+        inputs = self.inputs(tokens, length)
+        kept, hidden, logits = jax.device_get(self._forward(fake_quantize)(self.params, *inputs))
         kept["hidden"] = (hidden,)
-        return kept, logits[0]
+        return kept, logits[0, :length]
 
 
 class Layer:
@@ -187,7 +198,7 @@ def computed(
         grouped = name in ("attn.latent", "attn.comp_kv", "idx.k")
         return layer[DIRECT[name]][: entries if grouped else length]
     if name == "engram.hash_ids":
-        return recorded.inputs(tokens)[3][0, :, spec.engram]
+        return recorded.inputs(tokens, length)[3][0, :, spec.engram]
     if name in ("ffn.topk_idx", "ffn.topk_w"):
         chosen = layer["ffn/router/topk_idx"][:length]
         order = np.argsort(chosen, axis=-1)
@@ -265,7 +276,7 @@ def check_prefixes(recorded: Recorded, run: pathlib.Path) -> list[Family]:
         name = f"prefill_logits.{mode}"
         families.append(Family(name, 1, *compare("logits", whole, theirs), name))
         for length in (1, 2, 9, len(tokens) // 2):
-            _, logits = recorded.run(mode == "fakequant", tokens[:length])
+            _, logits = recorded.run(mode == "fakequant", tokens, length)
             result = compare("logits", logits, theirs[:length])
             families.append(Family(f"{name}[:{length}]", 1, *result, name))
     return families

@@ -114,5 +114,5 @@ def select(
     # Selections are residuals: a rematerialised layer must not score and sort again.
     indices = checkpoint_name(indices, "selection")
     if made is not None:
-        pool = made._replace(blocks=checkpoint_name(made.blocks, "selection"))
+        pool = indexer_op.Pool(checkpoint_name(made.blocks, "selection"), made.size)
     return indices, pool
