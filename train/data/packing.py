@@ -1,14 +1,14 @@
 """Packing documents into rows: a pure function of lengths, seed and epoch.
 
-A document of n tokens (bos and eos among them) has n - 1 predictions: token i is read and token i + 1
-is the target. They are cut into pieces of at most `sequence_length`; the next piece begins with the
-token that was the last target of the piece before, so every token but bos is a target exactly once.
-Pieces are segments of their own. In its row a piece starts at a multiple of 8, the least common
-multiple of every compression ratio and of the candidate block times its ratio.
+A document of n tokens (bos and eos among them) has n - 1 predictions: token i is read, the next
+one is the target. They are cut into pieces of at most `sequence_length`; the next piece begins with
+the token that was the last target of the piece before, so every token but bos is a target exactly
+once. Pieces are segments of their own. In its row a piece starts at a multiple of 8, the least
+common multiple of every compression ratio and of the candidate block times its ratio.
 
-Shuffled pieces are packed best-fit decreasing in windows of a few thousand, then all rows of the epoch
-are shuffled, so that neither the length order of a window nor the pieces of one long document end up
-next to each other.
+Shuffled pieces are packed best-fit decreasing in windows of a few thousand, then all rows of the
+epoch are shuffled, so that neither the length order of a window nor the pieces of one long document
+end up next to each other.
 """
 
 from __future__ import annotations

@@ -21,21 +21,21 @@ R table rows per token and site):
     document_ids  i64[B,T//8]    host field: ids of the row's documents in order, -1 padded
     row_bytes     i64[B]         host field: bytes of text that the row's targets stand for
 
-The batch at step s depends on the data, `seed`, `batch_size`, `sequence_length`, `pack_window` and s
-alone; host h of n gets rows [h*B/n, (h+1)*B/n) of it.
+The batch at step s depends on the data, `seed`, `batch_size`, `sequence_length`, `pack_window` and
+s alone; host h of n gets rows [h*B/n, (h+1)*B/n) of it.
 
 Keys of `config.data` (`default_config()` returns them):
 
     kind               "builtin"  builtin | text | jsonl | parquet | array_record
     path               ""         a file, a folder or a glob (not for builtin)
     pattern            ""         glob inside the folder; "" = the kind's own (text: every file)
-    text_field         "text"     JSONL / Parquet / ArrayRecord field; "" = ArrayRecord records are text
+    text_field         "text"     field of a row; "" = ArrayRecord records are themselves text
     tokenizer          "byte"     "byte" | "published" | path of a tokenizer.json
     sequence_length    256        tokens a row, a multiple of 8
     batch_size         8          rows of the global batch
     held_out_fraction  0.05       documents kept for evaluation, chosen by document hash
     seed               0          order of documents and rows
-    cache_dir          ""         tokenised corpora; "" = $XDG_CACHE_HOME/v41flash or ~/.cache/v41flash
+    cache_dir          ""         tokenised corpora; "" = v41flash in $XDG_CACHE_HOME or ~/.cache
     pack_window        4096       document pieces that are packed together
     prefetch           4          batches prepared ahead by threads; 0 = none
 """
@@ -108,11 +108,13 @@ class _Epochs:
 
     def _plan(self, epoch: int) -> packing.Plan:
         if epoch not in self._plans:
-            plan = packing.pack(self._lengths, self._sequence_length, epoch=epoch, **self._arguments)
+            plan = packing.pack(
+                self._lengths, self._sequence_length, epoch=epoch, **self._arguments
+            )
             self._plans[epoch] = plan
-            # A batch straddles two epochs at most times; threads run a few batches apart.
-            for old in sorted(self._plans)[:-3]:
-                del self._plans[old]
+            # Prefetch threads are a few batches apart, so they share two or three epochs.
+            while len(self._plans) > 3:
+                del self._plans[next(iter(self._plans))]  # the one packed first
             if epoch == len(self._first_row) - 1:
                 self._first_row.append(self._first_row[-1] + plan.num_rows)
         return self._plans[epoch]
@@ -124,7 +126,7 @@ class _Epochs:
     def locate(self, row: int) -> tuple[packing.Plan, int]:
         """The plan that holds a row, and the row's number in it."""
         with self._lock:
-            # Packing decides how many rows an epoch has, so those before must have been packed once.
+            # Packing decides how many rows an epoch has, so all before it get packed once.
             while self._first_row[-1] <= row:
                 self._plan(len(self._first_row) - 1)
             epoch = int(np.searchsorted(self._first_row, row, side="right")) - 1
@@ -138,7 +140,7 @@ def _build_batch(
     sequence_length: int,
     pad_id: int,
 ) -> Batch:
-    """The packed arrays of `rows` (plan and row number each; a row past the plan's end is all padding)."""
+    """Packs `rows`: plan and row number each; a row past the plan's end is all padding."""
     shape = (len(rows), sequence_length)
     batch = dict(
         tokens=np.full(shape, pad_id, np.int32),
@@ -238,13 +240,14 @@ class TrainIterator(Iterator[Batch]):
         """Goes on from a state that `state()` returned, here or in another process.
 
         Raises:
-            ValueError: the state counts in another stream (other documents, tokenizer, split, seed,
-                pack_window, batch size or sequence length).
+            ValueError: the state counts in another stream (other documents, tokenizer, split, seed
+                or pack_window; batch size and sequence length may change between stages).
         """
         if state["fingerprint"] != self._fingerprint:
             raise ValueError(
-                f"the saved data state belongs to the stream {state['fingerprint']!r}, this run's is "
-                f"{self._fingerprint!r}: corpus or data settings changed since the checkpoint"
+                f"the saved data state belongs to the stream {state['fingerprint']!r}, "
+                f"this run's is {self._fingerprint!r}: corpus or data settings "
+                "changed since the checkpoint"
             )
         self._seek(int(state["step"]))
 
@@ -257,7 +260,9 @@ class TrainIterator(Iterator[Batch]):
 
 def _check_hosts(batch_size: int, host_index: int, host_count: int) -> int:
     if batch_size < 1 or host_count < 1 or batch_size % host_count:
-        raise ValueError(f"data.batch_size={batch_size}: must be a multiple of the {host_count} hosts")
+        raise ValueError(
+            f"data.batch_size={batch_size}: must be a multiple of the {host_count} hosts"
+        )
     if not 0 <= host_index < host_count:
         raise ValueError(f"host_index={host_index}: must be in 0 .. {host_count - 1}")
     return batch_size // host_count
@@ -319,9 +324,8 @@ def make_dataset(
         rows = [epochs.locate(row) for row in range(first, first + local)]
         return _build_batch(store, documents, rows, sequence_length, pad_id)
 
-    name = f"{split}-{store.fingerprint}-{held_out_fraction}-{seed}-{pack_window}"
-    fingerprint = f"{name}-{batch_size}x{sequence_length}"
-    source = _Steps(build, f"steps of {fingerprint}")
+    fingerprint = f"{split}-{store.fingerprint}-{held_out_fraction}-{seed}-{pack_window}"
+    source = _Steps(build, f"{batch_size}x{sequence_length} steps of {fingerprint}")
     dataset = grain.MapDataset.source(source).map(_EngramRows(hasher, token_map))
     return TrainIterator(dataset, start_step, prefetch, fingerprint)
 
@@ -342,9 +346,10 @@ def make_eval_batches(
 ) -> Iterator[Batch]:
     """A split once, in an order that never changes; the last batch is filled up with padding rows.
 
-    Pieces of all documents are shuffled once and for all, so a limited number of batches is a fair sample
-    of the split. Arguments as for `make_dataset`; `limit` is the largest number of batches.
-    The bits per byte of what was read are the summed losses over ln 2 and over the summed `row_bytes`.
+    Pieces of all documents are shuffled once and for all, so a limited number of batches is a fair
+    sample of the split. Arguments as for `make_dataset`; `limit` is the largest number of batches.
+    The bits per byte of what was read are the summed losses over ln 2 and over the summed
+    `row_bytes`.
 
     Yields:
         Batches of this host's rows; every host gets the same number of them.
@@ -379,36 +384,22 @@ class Data:
     store: store_lib.Store
 
     def train_iterator(
-        self,
-        start_step: int = 0,
-        *,
-        host_index: int = 0,
-        host_count: int = 1,
-        batch_size: int | None = None,
-        sequence_length: int | None = None,
+        self, start_step: int = 0, *, host_index: int = 0, host_count: int = 1
     ) -> TrainIterator:
-        """Endless training batches.
+        """Endless training batches from `start_step` on, this host's slices.
 
-        Args:
-            start_step: step of the first batch.
-            host_index: this process.
-            host_count: all processes.
-            batch_size: rows of the global batch; None is config.data's. A stage of training that changes
-                the sequence length opens a new iterator at its first step: batches are again a function
-                of the step, but the epoch's rows are others, so a stage may repeat documents of the
-                epoch in which it begins.
-            sequence_length: tokens a row; None is config.data's.
-
-        Returns:
-            The iterator.
+        A stage of training that changes `sequence_length` or `batch_size` makes its own Data and
+        goes on at its first step. Its batches are again a function of the step, but the epoch's
+        rows are others, so some documents of the epoch in which it begins come twice and others not
+        at all.
         """
         return make_dataset(
             self.store,
             "train",
             self.hasher,
             self.token_map,
-            batch_size=self.config.batch_size if batch_size is None else batch_size,
-            sequence_length=self._length(sequence_length),
+            batch_size=self.config.batch_size,
+            sequence_length=self.config.sequence_length,
             seed=self.config.seed,
             pad_id=self.tokenizer.pad_id,
             held_out_fraction=self.config.held_out_fraction,
@@ -420,21 +411,15 @@ class Data:
         )
 
     def heldout_batches(
-        self,
-        limit: int | None = None,
-        *,
-        host_index: int = 0,
-        host_count: int = 1,
-        batch_size: int | None = None,
-        sequence_length: int | None = None,
+        self, limit: int | None = None, *, host_index: int = 0, host_count: int = 1
     ) -> Iterator[Batch]:
         """The held-out documents once, at most `limit` batches, the same every time."""
         return make_eval_batches(
             self.store,
             self.hasher,
             self.token_map,
-            batch_size=self.config.batch_size if batch_size is None else batch_size,
-            sequence_length=self._length(sequence_length),
+            batch_size=self.config.batch_size,
+            sequence_length=self.config.sequence_length,
             pad_id=self.tokenizer.pad_id,
             held_out_fraction=self.config.held_out_fraction,
             limit=limit,
@@ -442,24 +427,21 @@ class Data:
             host_count=host_count,
         )
 
-    def _length(self, sequence_length: int | None) -> int:
-        return self.config.sequence_length if sequence_length is None else sequence_length
-
-    def epoch_rows(self, sequence_length: int | None = None) -> tuple[int, float]:
+    def epoch_rows(self) -> tuple[int, float]:
         """Rows of the first training epoch, and the share of their tokens that is padding."""
         documents = self.store.split("train", self.config.held_out_fraction)
         plan = packing.pack(
             self.store.lengths[documents],
-            self._length(sequence_length),
+            self.config.sequence_length,
             seed=self.config.seed,
             epoch=0,
             window=self.config.pack_window,
         )
         return plan.num_rows, plan.padding_rate
 
-    def padding_rate(self, sequence_length: int | None = None) -> float:
+    def padding_rate(self) -> float:
         """Share of padding in the first training epoch."""
-        return self.epoch_rows(sequence_length)[1]
+        return self.epoch_rows()[1]
 
     def document_bytes(self, split: str) -> list[bytes]:
         """The text of every document of a split, as UTF-8 (for models that are fitted on bytes)."""
@@ -478,11 +460,12 @@ class Data:
         lines = [
             f"data: {config.kind} {config.path}".rstrip()
             + f", {len(store.document_ids):,} documents, {size / 1e6:.1f} MB",
-            f"  tokenizer {config.tokenizer}: {tokens:,} tokens, {size / tokens:.2f} bytes a token, "
-            f"canonical ids {int(self.token_map.max()) + 1:,}",
-            f"  held out {len(held_out):,} documents, {store.document_bytes[held_out].sum() / 1e6:.2f} MB",
-            f"  an epoch: {rows:,} rows of {config.sequence_length}, {rows // config.batch_size:,} steps "
-            f"of {config.batch_size} rows, padding {padding:.1%}",
+            f"  tokenizer {config.tokenizer}: {tokens:,} tokens, {size / tokens:.2f} bytes a "
+            f"token, canonical ids {int(self.token_map.max()) + 1:,}",
+            f"  held out {len(held_out):,} documents, "
+            f"{store.document_bytes[held_out].sum() / 1e6:.2f} MB",
+            f"  an epoch: {rows:,} rows of {config.sequence_length}, {rows // config.batch_size:,} "
+            f"steps of {config.batch_size} rows, padding {padding:.1%}",
         ]
         if store.meta["repeated_documents"]:
             lines.append(f"  left out {store.meta['repeated_documents']:,} repeated documents")
@@ -502,7 +485,8 @@ def from_config(data_config: ConfigDict, model_config: Any) -> Data:
 
     Args:
         data_config: `config.data`, exactly the keys of `default_config()`.
-        model_config: a ModelConfig; its vocabulary, special ids and Engram sizes must fit the tokenizer.
+        model_config: a ModelConfig; its vocabulary, special ids and Engram sizes must fit the
+            tokenizer.
 
     Returns:
         The data.
@@ -513,7 +497,9 @@ def from_config(data_config: ConfigDict, model_config: Any) -> Data:
     expected = set(default_config())
     if set(data_config) != expected:
         odd = ", ".join(sorted(set(data_config) ^ expected))
-        raise ValueError(f"config.data: unknown or missing keys {odd}; it has {', '.join(sorted(expected))}")
+        raise ValueError(
+            f"config.data: unknown or missing keys {odd}; it has {', '.join(sorted(expected))}"
+        )
     for key in ("batch_size", "sequence_length", "pack_window"):
         if data_config[key] < 1:
             raise ValueError(f"data.{key}={data_config[key]}: must be at least 1")
@@ -527,10 +513,12 @@ def from_config(data_config: ConfigDict, model_config: Any) -> Data:
     )
     if model_config.vocab_size < tokenizer.vocab_size:
         raise ValueError(
-            f"model.vocab_size={model_config.vocab_size}: the tokenizer {data_config.tokenizer!r} has "
-            f"{tokenizer.vocab_size} tokens"
+            f"model.vocab_size={model_config.vocab_size}: the tokenizer {data_config.tokenizer!r} "
+            f"has {tokenizer.vocab_size} tokens"
         )
-    cache_dir = Path(data_config.cache_dir).expanduser() if data_config.cache_dir else default_cache_dir()
+    cache_dir = (
+        Path(data_config.cache_dir).expanduser() if data_config.cache_dir else default_cache_dir()
+    )
     token_map = canonical.canonical_map(tokenizer, cache_dir)
     compressed = int(token_map.max()) + 1
     if model_config.engram_layer_ids and model_config.engram_compressed_vocab_size != compressed:
@@ -538,7 +526,9 @@ def from_config(data_config: ConfigDict, model_config: Any) -> Data:
             f"model.engram_compressed_vocab_size={model_config.engram_compressed_vocab_size}: the "
             f"tokenizer {data_config.tokenizer!r} has {compressed} canonical ids"
         )
-    hasher = EngramHasher.from_config(model_config, int(token_map[model_config.engram_pad_token_id]))
+    hasher = EngramHasher.from_config(
+        model_config, int(token_map[model_config.engram_pad_token_id])
+    )
     source = sources.open_source(
         data_config.kind, data_config.path, data_config.pattern, data_config.text_field
     )

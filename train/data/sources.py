@@ -1,8 +1,8 @@
 """Where documents come from: files in a fixed order, each read into documents.
 
-A source is a kind, a list of files and a field name. Whatever cannot be read (missing permission, not
-UTF-8, a malformed row) is counted, skipped and reported once; only a source without a single readable
-document is an error.
+A source is a kind, a list of files and a field name. Whatever cannot be read (missing permission,
+not UTF-8, a malformed row) is counted, skipped and reported once; only a source without a single
+readable document is an error.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ class Skipped:
         parts = []
         for reason, count in sorted(self.counts.items()):
             names = ", ".join(self._names[reason])
-            parts.append(f"{count} {reason} ({names}{', ...' if count > _NAMES_PER_REASON else ''})")
+            parts.append(
+                f"{count} {reason} ({names}{', ...' if count > _NAMES_PER_REASON else ''})"
+            )
         return "; ".join(parts)
 
 
@@ -106,7 +108,8 @@ def open_source(kind: str, path: str = "", pattern: str = "", text_field: str = 
     Args:
         kind: one of `KINDS`.
         path: a file, a folder, or a glob; must be empty for "builtin".
-        pattern: glob inside the folder; "" is the kind's own. Hidden files and folders are left out.
+        pattern: glob inside the folder; "" is the kind's own. Hidden files and folders are left
+            out.
         text_field: name of the JSONL field, Parquet column or ArrayRecord JSON field; "" means that
             ArrayRecord records are themselves UTF-8 text.
 
@@ -120,7 +123,9 @@ def open_source(kind: str, path: str = "", pattern: str = "", text_field: str = 
         raise SourceError(f"data.kind={kind!r}: must be one of {', '.join(KINDS)}")
     if kind == "builtin":
         if path:
-            raise SourceError(f'data.path={path!r}: data.kind="builtin" takes no path; did you mean "text"?')
+            raise SourceError(
+                f'data.path={path!r}: data.kind="builtin" takes no path; did you mean "text"?'
+            )
         return Source(kind, tuple(builtin.stdlib_files()), text_field)
     if not path:
         raise SourceError(f"data.path is empty: data.kind={kind!r} needs a file, folder or glob")

@@ -37,7 +37,8 @@ _logger = logging.getLogger(__name__)
 _FORMAT = 1
 _ENCODE_BYTES = 4 << 20
 _PROGRESS_SECONDS = 10.0
-# Larger token files are checked by size alone: reading them whole at every start would take minutes.
+# Larger token files are checked by size alone: reading them whole at every start would take
+# minutes.
 _CHECKSUM_LIMIT = 1 << 30
 _SMALL_ARRAYS = ("offsets", "document_ids", "document_bytes")
 
@@ -68,7 +69,7 @@ class Store:
 
     @property
     def fingerprint(self) -> str:
-        """Equal exactly where the documents and their tokens are, whatever the paths or file times."""
+        """Equal exactly where documents and tokens are, whatever the paths or file times."""
         return self.meta["fingerprint"]
 
     @property
@@ -229,7 +230,9 @@ def _build(source: Source, tokenizer: Tokenizer, folder: Path) -> None:
         for batch in _batches(_without_duplicates(source.documents(skipped), repeated)):
             encoded = tokenizer.encode_batch([document.text for document in batch])
             for document, tokens in zip(batch, encoded, strict=True):
-                whole = np.concatenate(([tokenizer.bos_id], tokens, [tokenizer.eos_id])).astype(dtype)
+                whole = np.concatenate(([tokenizer.bos_id], tokens, [tokenizer.eos_id])).astype(
+                    dtype
+                )
                 file.write(whole.tobytes())
                 lengths.append(len(whole))
                 ids.append(document.document_id)
@@ -250,8 +253,8 @@ def _build(source: Source, tokenizer: Tokenizer, folder: Path) -> None:
         _logger.warning("data.kind=%r skipped %s", source.kind, skipped)
     if not ids:
         raise SourceError(
-            f"data.kind={source.kind!r}: none of {len(source.files)} files holds a readable document"
-            f" (skipped: {skipped or 'nothing'})"
+            f"data.kind={source.kind!r}: none of {len(source.files)} files holds a readable "
+            f"document (skipped: {skipped or 'nothing'})"
         )
     np.save(folder / "offsets.npy", np.concatenate(([0], np.cumsum(lengths, dtype=np.int64))))
     np.save(folder / "document_ids.npy", np.array(ids, np.int64))

