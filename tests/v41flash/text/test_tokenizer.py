@@ -4,7 +4,7 @@ import sys
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.v41flash.text.test_canonical import needs_published
@@ -34,6 +34,7 @@ def small_json(tmp_path):
     return path
 
 
+@settings(deadline=None)
 @given(st.text())
 def test_bytes_round_trip(text):
     byte = tokenizer.ByteTokenizer()
