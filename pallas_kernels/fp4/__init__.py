@@ -19,11 +19,21 @@ from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.fp4 import reference
 from pallas_kernels.fp4.reference import FORMATS, Format, row_bytes
 
-__all__ = ["FORMATS", "Format", "fake_quantize", "pack", "row_bytes", "unpack"]
+__all__ = [
+    "FAKE_QUANTIZE_IMPLEMENTATIONS",
+    "FORMATS",
+    "PACK_IMPLEMENTATIONS",
+    "UNPACK_IMPLEMENTATIONS",
+    "Format",
+    "fake_quantize",
+    "pack",
+    "row_bytes",
+    "unpack",
+]
 
-_FAKE_QUANTIZE = {"xla": reference.fake_quantize}
-_PACK = {"xla": reference.pack}
-_UNPACK = {"xla": reference.unpack}
+FAKE_QUANTIZE_IMPLEMENTATIONS = {"xla": reference.fake_quantize}
+PACK_IMPLEMENTATIONS = {"xla": reference.pack}
+UNPACK_IMPLEMENTATIONS = {"xla": reference.unpack}
 
 
 def fake_quantize(x: jax.Array, fmt: str, *, implementation: Implementation = None) -> jax.Array:
@@ -47,7 +57,7 @@ def fake_quantize(x: jax.Array, fmt: str, *, implementation: Implementation = No
     Raises:
         ValueError: unknown format, or D not a multiple of its block.
     """
-    return dispatch("fp4.fake_quantize", _FAKE_QUANTIZE, implementation, x, fmt)
+    return dispatch("fp4.fake_quantize", FAKE_QUANTIZE_IMPLEMENTATIONS, implementation, x, fmt)
 
 
 def pack(x: jax.Array, fmt: str, *, implementation: Implementation = None) -> jax.Array:
@@ -69,7 +79,7 @@ def pack(x: jax.Array, fmt: str, *, implementation: Implementation = None) -> ja
     Raises:
         ValueError: unknown format, or D not a multiple of its block.
     """
-    return dispatch("fp4.pack", _PACK, implementation, x, fmt)
+    return dispatch("fp4.pack", PACK_IMPLEMENTATIONS, implementation, x, fmt)
 
 
 def unpack(
@@ -93,4 +103,4 @@ def unpack(
     Raises:
         ValueError: unknown format, rows not uint8, or a row length that no D gives.
     """
-    return dispatch("fp4.unpack", _UNPACK, implementation, rows, fmt, dtype)
+    return dispatch("fp4.unpack", UNPACK_IMPLEMENTATIONS, implementation, rows, fmt, dtype)

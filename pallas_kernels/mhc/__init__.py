@@ -18,13 +18,25 @@ from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.mhc import reference
 from pallas_kernels.mhc.reference import Coefficients
 
-__all__ = ["Coefficients", "coefficients", "mix", "read", "write", "write_read"]
+__all__ = [
+    "COEFFICIENTS_IMPLEMENTATIONS",
+    "MIX_IMPLEMENTATIONS",
+    "READ_IMPLEMENTATIONS",
+    "WRITE_IMPLEMENTATIONS",
+    "WRITE_READ_IMPLEMENTATIONS",
+    "Coefficients",
+    "coefficients",
+    "mix",
+    "read",
+    "write",
+    "write_read",
+]
 
-_COEFFICIENTS = {"xla": reference.coefficients}
-_MIX = {"xla": reference.mix}
-_READ = {"xla": reference.read}
-_WRITE = {"xla": reference.write}
-_WRITE_READ = {"xla": reference.write_read}
+COEFFICIENTS_IMPLEMENTATIONS = {"xla": reference.coefficients}
+MIX_IMPLEMENTATIONS = {"xla": reference.mix}
+READ_IMPLEMENTATIONS = {"xla": reference.read}
+WRITE_IMPLEMENTATIONS = {"xla": reference.write}
+WRITE_READ_IMPLEMENTATIONS = {"xla": reference.write_read}
 
 
 def coefficients(
@@ -69,7 +81,7 @@ def coefficients(
     """
     return dispatch(
         "mhc.coefficients",
-        _COEFFICIENTS,
+        COEFFICIENTS_IMPLEMENTATIONS,
         implementation,
         streams,
         fn,
@@ -101,7 +113,7 @@ def mix(
     Returns:
         [..., d] in the streams' dtype, computed in fp32.
     """
-    return dispatch("mhc.mix", _MIX, implementation, streams, pre, norm_weight, norm_eps=norm_eps)
+    return dispatch("mhc.mix", MIX_IMPLEMENTATIONS, implementation, streams, pre, norm_weight, norm_eps=norm_eps)
 
 
 def read(
@@ -137,7 +149,7 @@ def read(
     """
     return dispatch(
         "mhc.read",
-        _READ,
+        READ_IMPLEMENTATIONS,
         implementation,
         streams,
         pre,
@@ -171,7 +183,7 @@ def write(
     Returns:
         New streams, in the streams' dtype; summed in fp32.
     """
-    return dispatch("mhc.write", _WRITE, implementation, streams, out, post, comb)
+    return dispatch("mhc.write", WRITE_IMPLEMENTATIONS, implementation, streams, out, post, comb)
 
 
 def write_read(
@@ -207,7 +219,7 @@ def write_read(
     """
     return dispatch(
         "mhc.write_read",
-        _WRITE_READ,
+        WRITE_READ_IMPLEMENTATIONS,
         implementation,
         streams,
         out,

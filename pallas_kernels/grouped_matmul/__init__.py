@@ -1,0 +1,40 @@
+"""Matmul of rows sorted by expert with their expert's weight: the mixture-of-experts product."""
+
+from __future__ import annotations
+
+import jax
+
+from pallas_kernels.dispatch import Implementation, dispatch
+from pallas_kernels.grouped_matmul import reference
+
+__all__ = ["IMPLEMENTATIONS", "grouped_matmul"]
+
+IMPLEMENTATIONS = {"xla": reference.grouped_matmul}
+
+
+def grouped_matmul(
+    x: jax.Array,
+    w: jax.Array,
+    group_sizes: jax.Array,
+    *,
+    implementation: Implementation = None,
+) -> jax.Array:
+    """y[r] = x[r] @ w[e] for the e whose group holds row r.
+
+    The first group_sizes[0] rows belong to expert 0, the next group_sizes[1] to expert 1, and so on.
+    Exact and dropless for any sizes, empty groups and one group of everything included.
+    Differentiable in x and w; accumulates in fp32, the weight gradient too.
+
+    Args:
+        x: float[M, K], rows sorted by expert.
+        w: [E, K, N], of the same dtype.
+        group_sizes: int32[E], not negative, of sum at most M (not checked: they are traced values).
+        implementation: see `pallas_kernels.dispatch`.
+
+    Returns:
+        [M, N] in the dtype of x. Rows beyond sum(group_sizes) are 0 and get no gradient.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit each other.
+    """
+    return dispatch("grouped_matmul", IMPLEMENTATIONS, implementation, x, w, group_sizes)
