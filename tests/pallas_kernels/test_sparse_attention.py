@@ -211,6 +211,26 @@ def test_gradient_of_bfloat16_rows_adds_up_in_float32():
     np.testing.assert_allclose(np.asarray(gradient, np.float32), queries, rtol=0.01)
 
 
+@pytest.mark.parametrize("indexed", [True, False])
+def test_backward_memory_does_not_hold_queries_times_rows(indexed):
+    tokens, heads, dim = 4096, 4, 64
+
+    def shape(*sizes, dtype=jnp.float32):
+        return jax.ShapeDtypeStruct(sizes, dtype)
+
+    def loss(q, window_rows, main_rows, sink, lo, hi, indices):
+        selection = (indices, {}) if indexed else (None, {"main_lo": lo, "main_hi": hi})
+        args = (q, window_rows, lo, hi, main_rows, selection[0], sink)
+        return sparse_attention(*args, window=32, **selection[1])[0].sum()
+
+    rows, bound = shape(1, tokens, dim), shape(1, tokens, dtype=jnp.int32)
+    indices = shape(1, tokens, 32, dtype=jnp.int32)
+    arguments = (shape(1, tokens, heads, dim), rows, rows, shape(heads), bound, bound, indices)
+    compiled = jax.jit(jax.grad(loss, (0, 1, 2, 3))).lower(*arguments).compile()
+    all_logits = 4 * heads * tokens * tokens
+    assert compiled.memory_analysis().temp_size_in_bytes < all_logits / 8
+
+
 @pytest.mark.parametrize("name", ["packed", "untidy", "every_row"])
 @pytest.mark.parametrize("chunk", [None, 7])
 def test_selected_mass(name, chunk):
