@@ -52,7 +52,7 @@ def fake_quantize(x: jax.Array, fmt: str, *, implementation: Implementation = No
     Returns:
         Array like `x` in shape and dtype. bfloat16 holds every result exactly. A block with a NaN
         or an infinity becomes NaN as a whole. Results below 2^-126 in magnitude ("mxfp4" only)
-        are zero on backends that flush subnormals.
+        are zero on backends that flush subnormals; rounding up from the largest floats is infinity.
 
     Raises:
         ValueError: unknown format, or D not a multiple of its block.

@@ -90,7 +90,7 @@ def _scale_byte(bits: jax.Array, spec: Format) -> jax.Array:
     amax = jnp.maximum(raw, _bits(jnp.float32(spec.amax_floor)))
     if spec.reciprocal is not None:
         quotient = _bits(_float(amax) * jnp.float32(spec.reciprocal))
-        # Adding all mantissa bits carries into the exponent unless the mantissa is zero: ceil(log2).
+        # Adding all mantissa bits carries into the exponent unless they are zero: ceil(log2).
         return jnp.where(finite, (quotient + 0x7FFFFF) >> 23, 255)
     exponent = amax >> 23
     mantissa = (amax & 0x7FFFFF) | 0x800000

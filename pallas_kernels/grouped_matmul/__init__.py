@@ -21,7 +21,7 @@ def grouped_matmul(
 ) -> jax.Array:
     """y[r] = x[r] @ w[e] for the e whose group holds row r.
 
-    The first group_sizes[0] rows belong to expert 0, the next group_sizes[1] to expert 1, and so on.
+    The first group_sizes[0] rows belong to expert 0, the next group_sizes[1] to expert 1, and on.
     Exact and dropless for any sizes, empty groups and one group of everything included.
     Differentiable in x and w; accumulates in fp32, the weight gradient too.
 

@@ -113,7 +113,9 @@ def mix(
     Returns:
         [..., d] in the streams' dtype, computed in fp32.
     """
-    return dispatch("mhc.mix", MIX_IMPLEMENTATIONS, implementation, streams, pre, norm_weight, norm_eps=norm_eps)
+    return dispatch(
+        "mhc.mix", MIX_IMPLEMENTATIONS, implementation, streams, pre, norm_weight, norm_eps=norm_eps
+    )
 
 
 def read(
