@@ -7,13 +7,22 @@ config.train.steps = 300
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
-from ml_collections import ConfigDict
+from ml_collections import ConfigDict, config_dict
 
 from train import settings
 from train.data import pipeline
 from v41flash.config import ModelConfig
 from v41flash.kernels import Kernels
+
+
+def _section(values: Any, **types: type) -> dict[str, Any]:
+    """Fields of a dataclass; those that are None by default get the type that a flag may give."""
+    return {
+        name: config_dict.placeholder(types[name]) if value is None else value
+        for name, value in dataclasses.asdict(values).items()
+    }
 
 
 def get_config(model: ModelConfig) -> ConfigDict:
@@ -22,10 +31,18 @@ def get_config(model: ModelConfig) -> ConfigDict:
         {
             "model": model.to_dict(),
             "data": pipeline.default_config(),
-            "optimizer": dataclasses.asdict(settings.OptimizerSettings()),
-            "train": dataclasses.asdict(settings.TrainSettings()),
-            "eval": dataclasses.asdict(settings.EvalSettings()),
-            "mesh": dataclasses.asdict(settings.MeshSettings()),
-            "kernels": dataclasses.asdict(Kernels()),
+            "optimizer": _section(
+                settings.OptimizerSettings(),
+                final_learning_rate=float,
+                decay_from=int,
+                decay_until=int,
+            ),
+            "train": _section(settings.TrainSettings()),
+            "eval": _section(settings.EvalSettings()),
+            "mesh": _section(settings.MeshSettings()),
+            # Names as text, several separated by commas.
+            "kernels": _section(
+                Kernels(), **{field.name: str for field in dataclasses.fields(Kernels)}
+            ),
         }
     )

@@ -35,7 +35,7 @@ from v41flash.nn import ced
 
 def _check_batch(stage: stages_lib.Stage, mesh: jax.sharding.Mesh) -> None:
     batch, accumulation = stage.settings.data.batch_size, stage.settings.train.accumulation
-    shards = math.prod(mesh.shape[axis] for axis in sharding.batch_sharding(mesh).spec[0])
+    shards = step_lib.data_shards(mesh)
     if batch % (accumulation * shards):
         raise SettingsError(
             f"data.batch_size = {batch}: must be a multiple of train.accumulation {accumulation} "

@@ -83,7 +83,8 @@ def clipped(params: Any) -> Any:
 def build(settings: OptimizerSettings) -> optax.GradientTransformation:
     """AdamW: decay on matrices and norm weights, none on vectors and tables; clip before it.
 
-    Router biases get no update here (see `v41flash.nn.moe.update_router_bias`).
+    Router biases stay as they are here: they have neither gradient nor decay (what moves them is
+    `v41flash.nn.moe.update_router_bias`).
     """
 
     def decayed(params):
@@ -97,13 +98,6 @@ def build(settings: OptimizerSettings) -> optax.GradientTransformation:
         weight_decay=settings.weight_decay,
         mask=decayed,
     )
-    if settings.clip_norm:
-        clip = optax.masked(optax.clip_by_global_norm(settings.clip_norm), clipped)
-        adamw = optax.chain(clip, adamw)
-
-    def labels(params):
-        return jax.tree.map(
-            lambda name: "frozen" if name == "router_bias" else "trained", kinds(params)
-        )
-
-    return optax.partition({"trained": adamw, "frozen": optax.set_to_zero()}, labels)
+    if not settings.clip_norm:
+        return adamw
+    return optax.chain(optax.masked(optax.clip_by_global_norm(settings.clip_norm), clipped), adamw)

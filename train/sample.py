@@ -13,9 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from train.step import to_device
+from train.step import data_shards, to_device
 from v41flash.nn import ced
-from v41flash.sharding import batch_sharding
 from v41flash.text.tokenizer import Tokenizer
 
 EngramRows = Callable[[np.ndarray, np.ndarray], np.ndarray]
@@ -52,8 +51,7 @@ def generate(
     head = np.concatenate([[tokenizer.bos_id], tokenizer.encode(prompt)]).astype(np.int32)
     length = -(-(head.size + count) // ced.ALIGNMENT) * ced.ALIGNMENT
     # Rows are laid over the data axes of the mesh like a training batch: all hold the same text.
-    batch_axes = batch_sharding(mesh).spec[0]
-    rows = int(np.prod([mesh.shape[axis] for axis in batch_axes]))
+    rows = data_shards(mesh)
     tokens = np.full((rows, length), tokenizer.pad_id, np.int32)
     tokens[:, : head.size] = head
     positions = np.broadcast_to(np.arange(length, dtype=np.int32), tokens.shape)

@@ -203,13 +203,22 @@ class Settings:
 
 
 def closest(key: str, known: Iterable[str]) -> str:
-    """A hint for a misspelled key: '; did you mean ...?', or nothing where nothing is near."""
-    known = list(known)
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-    if not near:
-        last = key.rpartition(".")[2]
-        near = [name for name in known if name.rpartition(".")[2] == last][:1]
-    return f"; did you mean {near[0]}?" if near else ""
+    """A hint for a misspelled key: '; did you mean ...?', or nothing where nothing is near.
+
+    The same section is searched first, then the others.
+    """
+    section, _, last = key.rpartition(".")
+    names: dict[str, str] = {}
+    for name in known:
+        prefix, _, own = name.rpartition(".")
+        if own not in names or prefix == section:
+            names[own] = name
+    here = [own for own, name in names.items() if name.rpartition(".")[0] == section]
+    for candidates in (here, list(names)):
+        near = difflib.get_close_matches(last, candidates, n=1, cutoff=0.75)
+        if near:
+            return f"; did you mean {names[near[0]]}?"
+    return ""
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -240,6 +249,12 @@ def _section(kind: type, section: str, values: ConfigDict) -> Any:
                 f"config.{section}.{name} is missing; start from configs._defaults.get_config()"
             )
     values = {key: tuple(v) if isinstance(v, list) else v for key, v in values.items()}
+    if kind is Kernels:
+        # One name, or several to be tried in order: "mosaic_gpu,xla".
+        for key, value in values.items():
+            if isinstance(value, str):
+                names = tuple(name.strip() for name in value.split(","))
+                values[key] = names if len(names) > 1 else names[0]
     for name, value in values.items():
         default = fields[name].default
         if isinstance(default, bool) != isinstance(value, bool) and default is not None:

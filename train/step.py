@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -34,20 +35,22 @@ class TrainState(NamedTuple):
 # -- Layout ------------------------------------------------------------------------------------
 
 
-def _example(config: ModelConfig) -> dict[str, jax.Array]:
-    row = jnp.zeros((1, ced.ALIGNMENT), jnp.int32)
-    rows = (1, ced.ALIGNMENT, config.num_engram_sites, config.engram_rows_per_token)
-    return {
-        "tokens": row,
-        "positions": row,
-        "segment_ids": row,
-        "engram_rows": jnp.zeros(rows, jnp.int32),
-    }
+def _example(config: ModelConfig, mesh: Mesh) -> dict[str, jax.Array]:
+    """The smallest batch that divides over the mesh; parameters do not depend on it."""
+    shape = (data_shards(mesh), ced.ALIGNMENT * mesh.shape["context"])
+    rows = (*shape, config.num_engram_sites, config.engram_rows_per_token)
+    inputs = {name: jnp.zeros(shape, jnp.int32) for name in ("tokens", "positions", "segment_ids")}
+    return inputs | {"engram_rows": jnp.zeros(rows, jnp.int32)}
+
+
+def data_shards(mesh: Mesh) -> int:
+    """Number of parts that the rows of a batch are split into."""
+    return math.prod(mesh.shape[axis] for axis in sharding.batch_sharding(mesh).spec[0])
 
 
 def abstract_params(model: ced.CED, mesh: Mesh) -> Any:
     """Shapes, dtypes and shardings of the model's parameters; nothing is computed."""
-    inputs = _example(model.config)
+    inputs = _example(model.config, mesh)
     boxed = jax.eval_shape(functools.partial(model.init, **inputs), jax.random.key(0))["params"]
     shardings = sharding.param_shardings(boxed, mesh)
     return jax.tree.map(
@@ -89,14 +92,19 @@ def init_state(
         abstract: from `abstract_state`.
         seed: of the parameters.
     """
-    inputs = _example(model.config)
+    mesh = abstract.step.sharding.mesh
+    inputs = _example(model.config, mesh)
 
     def init(key):
         params = nn.unbox(model.init(key, **inputs))["params"]
         return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
 
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-    return jax.jit(init, out_shardings=shardings)(jax.random.key(seed))
+    # On the CPU, optimising some hundred random number generators takes far longer than running
+    # them once without.
+    quick = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
+    compiled = jax.jit(init, out_shardings=shardings, compiler_options=quick)
+    return compiled(jax.random.key(seed))
 
 
 def to_device(batch: Mapping[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:

@@ -62,9 +62,7 @@ class Checkpoints:
 
     def meta(self, step: int) -> dict[str, Any]:
         """The JSON note of a checkpoint."""
-        restored = self._manager.restore(
-            step, args=ocp.args.Composite(meta=ocp.args.JsonRestore())
-        )
+        restored = self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))
         return restored["meta"]
 
     def restore(self, step: int, *, params: Any, opt_state: Any) -> tuple[Any, Any]:

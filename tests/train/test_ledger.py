@@ -1,0 +1,85 @@
+"""Losses are judged a step late at most, and never after a save."""
+
+import math
+
+import numpy as np
+import pytest
+
+from train.ledger import Dispatched, Ledger, TrainingDiverged
+
+
+def _step(step, loss=2.0, **values):
+    metrics = {
+        "loss": loss,
+        "grad_norm": 1.0,
+        "indexer_grad_norm": 1.0,
+        "tokens": 10.0,
+        **values,
+    }
+    metrics = {name: np.float32(value) for name, value in metrics.items()}
+    return Dispatched(step, metrics, np.array([[7, 8, -1], [9, -1, -1]]), flops=1e6)
+
+
+def test_it_reads_all_but_the_newest_steps():
+    ledger = Ledger(3.0)
+    ledger.add(_step(1, 5.0))
+    assert ledger.settle(keep=1) is None
+    ledger.add(_step(2, 4.0))
+    assert ledger.settle(keep=1) == 1
+    assert ledger.values["loss"] == 5.0
+    assert ledger.settle() == 2
+    assert list(ledger.recent_losses) == [5.0, 4.0]
+    rates = ledger.rates(ceiling=1e9)
+    assert set(rates) == {"tokens_per_second", "step_seconds", "mfu"}
+    assert math.isclose(rates["tokens_per_second"] * rates["step_seconds"], 10.0)
+    assert math.isclose(rates["mfu"] * 1e9 * rates["step_seconds"], 1e6)
+    assert "mfu" not in ledger.rates(None)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("loss", math.nan),
+        ("loss", math.inf),
+        ("grad_norm", math.nan),
+        ("indexer_grad_norm", math.inf),
+    ],
+)
+def test_numbers_that_are_not_finite_stop_the_run(name, value):
+    ledger = Ledger(0.0)
+    ledger.add(_step(1))
+    ledger.add(_step(2, **{name: value}))
+    with pytest.raises(TrainingDiverged, match=f"step 2: {name} is .*7, 8, 9$") as caught:
+        ledger.settle()
+    assert "\n" not in str(caught.value)
+
+
+def test_a_jump_of_the_loss_stops_the_run_once_there_is_a_history():
+    ledger = Ledger(3.0)
+    ledger.add(_step(1, 50.0))
+    for step in range(2, 10):
+        ledger.add(_step(step, 2.0))
+    ledger.add(_step(10, 4.9))
+    assert ledger.settle() == 10
+    ledger.add(_step(11, 5.1))
+    with pytest.raises(TrainingDiverged, match="step 11: loss 5.1 is more than .* above .* 2"):
+        ledger.settle()
+
+
+def test_the_history_can_be_carried_over():
+    first = Ledger(3.0)
+    for step in range(40):
+        first.add(_step(step, 2.0))
+    first.settle()
+    second = Ledger(3.0, list(first.recent_losses))
+    second.add(_step(41, 9.0))
+    with pytest.raises(TrainingDiverged):
+        second.settle()
+
+
+def test_many_documents_are_counted():
+    ledger = Ledger(3.0)
+    bad = _step(1, math.nan)
+    ledger.add(Dispatched(1, bad.metrics, np.arange(100)[None], 0.0))
+    with pytest.raises(TrainingDiverged, match="62, 63 and 36 more$"):
+        ledger.settle()
