@@ -89,7 +89,8 @@ class Recorded:
         return tokens[None].astype(np.int32), positions, segment_ids, rows
 
     @functools.cache
-    def _forward(self, fake_quantize: bool) -> Callable[..., Any]:
+    def forward(self, fake_quantize: bool) -> Callable[..., Any]:
+        """jitted (params, *inputs) -> (intermediates, hidden [1, T, d], logits [1, T, V])."""
         model = self.model(fake_quantize)
 
         @jax.jit
@@ -105,7 +106,7 @@ class Recorded:
         """(intermediates, logits [length, V]) of a forward pass over the first `length` tokens."""
         length = len(tokens) if length is None else length
         inputs = self.inputs(tokens, length)
-        kept, hidden, logits = jax.device_get(self._forward(fake_quantize)(self.params, *inputs))
+        kept, hidden, logits = jax.device_get(self.forward(fake_quantize)(self.params, *inputs))
         kept["hidden"] = (hidden,)
         return kept, logits[0, :length]
 
