@@ -13,13 +13,15 @@ import jax.numpy as jnp
 
 # The largest temporary of one chunk. Measured on CPU (T 512 to 2048, head_dim 64 and 128, forward
 # and backward): 2 to 4 MiB is fastest; 32 MiB, beyond the caches, takes 1.4 to 2.3 times as long.
-BUDGET_BYTES = 4 * 2**20
+# An accelerator wants enough work per chunk to fill it.
+CPU_BUDGET_BYTES = 4 * 2**20
+ACCELERATOR_BUDGET_BYTES = 512 * 2**20
 # Adding one chunk's gradient of the keys costs as much as gathering the keys of this many queries.
 SMALLEST_CHUNK = 64
 
 
 def chunk_size(queries: int, batch: int, bytes_per_query: int, multiple: int = 1) -> int:
-    """Queries per chunk whose largest temporary stays near `BUDGET_BYTES`.
+    """Queries per chunk whose largest temporary stays near the budget of the default backend.
 
     Args:
         queries: T, the number of queries of one batch row.
@@ -30,7 +32,9 @@ def chunk_size(queries: int, batch: int, bytes_per_query: int, multiple: int = 1
     Returns:
         A chunk size that cuts `queries` into nearly equal chunks.
     """
-    limit = max(SMALLEST_CHUNK, BUDGET_BYTES // max(1, batch * bytes_per_query))
+    on_cpu = jax.default_backend() == "cpu"
+    budget = CPU_BUDGET_BYTES if on_cpu else ACCELERATOR_BUDGET_BYTES
+    limit = max(SMALLEST_CHUNK, budget // max(1, batch * bytes_per_query))
     chunks = -(-queries // limit)
     return max(1, -(-queries // (chunks * multiple))) * multiple
 

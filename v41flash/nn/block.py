@@ -123,7 +123,9 @@ class Unit(nn.Module):
         """Runs the unit; SharedKV comes back where `keep_shared` asks for it."""
         cfg, head_spec = self.config, self.group.first
         teacher = self.indexer_loss and head_spec.mode != "window"
-        block = nn.remat(Block, policy=_KEEP, prevent_cse=False)
+        # Initialisation wants the parameters alone; rematerialised code would not be dropped as dead.
+        initializing = self.is_initializing()
+        block = Block if initializing else nn.remat(Block, policy=_KEEP, prevent_cse=False)
         first = block(cfg, head_spec, self.kernels, teacher, name="first")
         carry, (aux, head) = first(Carry(residual, None), shared, context)
         if self.group.reuse:
