@@ -117,17 +117,34 @@ def coefficients(
     )
 
 
-@jax.custom_vjp
-def _combine(weights: jax.Array, rows: jax.Array) -> jax.Array:
-    """sum_j weights[..., j, k] * rows[..., j, :] as f32[..., k, d]."""
-    # A loop over the n tiny terms, not an einsum: matmul units do so short a contraction badly, and
-    # a TPU would round it to bf16 unless told not to.
+def _combine_by_sums(weights: jax.Array, rows: jax.Array) -> jax.Array:
     weights = weights.astype(jnp.float32)[..., None]
     rows = rows.astype(jnp.float32)
     result = weights[..., 0, :, :] * rows[..., 0, None, :]
     for j in range(1, rows.shape[-2]):
         result = result + weights[..., j, :, :] * rows[..., j, None, :]
     return result
+
+
+def _combine_by_matmul(weights: jax.Array, rows: jax.Array) -> jax.Array:
+    batch = tuple(range(rows.ndim - 2))
+    return lax.dot_general(
+        weights.astype(jnp.float32),
+        rows.astype(jnp.float32),
+        (((weights.ndim - 2,), (rows.ndim - 2,)), (batch, batch)),
+        precision=lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
+
+
+# Matmul units do so short a contraction badly, so elsewhere it is n elementwise sums. The CPU
+# compiler however fuses those sums into every consumer, so that one sublayer's streams are computed
+# again in the next, and each of n gradients for each of n outputs. A matmul is a fence: a chain of
+# sublayers with 2048 tokens of 4 x 256, forward and backward, took 153 ms of CPU time against 254.
+@jax.custom_vjp
+def _combine(weights: jax.Array, rows: jax.Array) -> jax.Array:
+    """sum_j weights[..., j, k] * rows[..., j, :] as f32[..., k, d]."""
+    return lax.platform_dependent(weights, rows, cpu=_combine_by_matmul, default=_combine_by_sums)
 
 
 def _combine_forward(weights: jax.Array, rows: jax.Array) -> tuple[jax.Array, tuple]:
@@ -153,13 +170,36 @@ def _combine_backward(residuals: tuple, grad: jax.Array) -> tuple[jax.Array, jax
 _combine.defvjp(_combine_forward, _combine_backward)
 
 
+@jax.custom_vjp
+def _rms_norm(x: jax.Array, weight: jax.Array, norm_eps: float) -> jax.Array:
+    return _rms_norm_forward(x, weight, norm_eps)[0]
+
+
+def _rms_norm_forward(x: jax.Array, weight: jax.Array, norm_eps: float) -> tuple[jax.Array, tuple]:
+    inverse = lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + norm_eps)
+    return x * inverse * weight, (x, inverse, weight)
+
+
+def _rms_norm_backward(residuals: tuple, grad: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+    # Written out because autodiff's sums over the same products come as separate passes: 6.5 ms of
+    # CPU time for 2048 x 256 instead of 2.7.
+    x, inverse, weight = residuals
+    unit = x * inverse
+    weighted = grad * weight
+    mean = jnp.mean(weighted * unit, axis=-1, keepdims=True)
+    grad_weight = (grad * unit).reshape(-1, weight.shape[0]).sum(axis=0)
+    return inverse * (weighted - unit * mean), grad_weight, None
+
+
+_rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
+
+
 def mix(
     streams: jax.Array, pre: jax.Array, norm_weight: jax.Array, *, norm_eps: float = 1e-20
 ) -> jax.Array:
     """XLA definition of `mhc.mix`."""
     x = _combine(pre[..., :, None], streams)[..., 0, :]
-    x = x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + norm_eps)
-    return (x * norm_weight.astype(jnp.float32)).astype(streams.dtype)
+    return _rms_norm(x, norm_weight.astype(jnp.float32), norm_eps).astype(streams.dtype)
 
 
 def read(
