@@ -1,0 +1,84 @@
+"""Sinkhorn balancing in XLA, by row and column scale vectors."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+# Squares of float32 entries below 1e-19 underflow. Gradients get there, and nothing has to grow as
+# far in the other direction, so norms are taken of entries multiplied by this power of two.
+_LIFT = 2.0**32
+
+
+def norms(matrix: jax.Array, axis: int) -> jax.Array:
+    """2-norms along an axis, which is kept with size 1."""
+    lifted = matrix * jnp.asarray(_LIFT, matrix.dtype)
+    return jnp.sqrt(jnp.sum(jnp.square(lifted), axis=axis, keepdims=True)) / _LIFT
+
+
+def row_mask(rho: jax.Array, tau: float) -> jax.Array:
+    """True for rows above tau times the mean of rho [..., m, 1]; a NaN masks nothing."""
+    return ~(rho <= tau * jnp.mean(rho, axis=-2, keepdims=True))
+
+
+def momentum_step(
+    gradient: jax.Array, momentum: jax.Array, beta: float
+) -> tuple[jax.Array, jax.Array]:
+    """(averaged gradient with Nesterov's look-ahead, new momentum as it is kept)."""
+    compute = jnp.promote_types(momentum.dtype, jnp.float32)
+    fresh = (1 - beta) * gradient.astype(compute)
+    new = (beta * momentum.astype(compute) + fresh).astype(momentum.dtype)
+    return (beta * new.astype(compute) + fresh).astype(compute), new
+
+
+def sinkhorn(
+    matrix: jax.Array,
+    *,
+    tau: float,
+    iterations: int,
+    eps: float,
+    keep: jax.Array | None,
+    dtype: jax.typing.DTypeLike | None,
+) -> jax.Array:
+    """See `pallas_kernels.sinkhorn.sinkhorn`."""
+    compute = jnp.promote_types(matrix.dtype, jnp.float32)
+    rho = norms(matrix.astype(compute), -1)
+    mask = row_mask(rho, tau) if keep is None else keep[..., None]
+    kept = matrix.astype(compute if dtype is None else dtype)
+    if dtype is not None:
+        rho = norms(kept.astype(compute), -1)
+
+    def balanced(r, c):
+        return kept.astype(compute) * r * c
+
+    def rescaled(scale, norm):
+        # A scale of 0 keeps zeros what they are; 1 / eps, step after step, would overflow.
+        return jnp.where(norm == 0, 0, scale / (norm + eps)).astype(compute)
+
+    def columns_then_rows(_, scales):
+        r, c = scales
+        c = rescaled(c, norms(balanced(r, c), -2))
+        r = rescaled(r, norms(balanced(r, c), -1))
+        return r, c
+
+    # The first row step needs no pass: a kept row's norm is rho.
+    r = rescaled(mask.astype(compute), rho)
+    c = jnp.ones_like(kept[..., :1, :], dtype=compute)
+    r, c = jax.lax.fori_loop(0, iterations // 2, columns_then_rows, (r, c))
+    return balanced(r, c) * matrix.shape[-1] ** 0.5
+
+
+def sinkhorn_update(
+    gradient: jax.Array,
+    momentum: jax.Array,
+    *,
+    beta: float,
+    tau: float,
+    iterations: int,
+    eps: float,
+    dtype: jax.typing.DTypeLike | None,
+) -> tuple[jax.Array, jax.Array]:
+    """See `pallas_kernels.sinkhorn.sinkhorn_update`."""
+    averaged, new = momentum_step(gradient, momentum, beta)
+    update = sinkhorn(averaged, tau=tau, iterations=iterations, eps=eps, keep=None, dtype=dtype)
+    return update, new

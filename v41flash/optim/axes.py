@@ -1,0 +1,181 @@
+"""Which axes of a parameter form a matrix: declared, never guessed from its rank."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from types import EllipsisType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+Axes = int | tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class MatrixSpec:
+    """A linear weight x W = y as matrices [reduction, output], for Newton-Schulz.
+
+    Axes are numbers as in NumPy; counted from the end (negative) they hold for stacked weights too.
+
+    Attributes:
+        reduction: axes that the product sums over (fan-in), flattened in this order.
+        output: axes of y (fan-out), flattened in this order.
+        batch: axes of independent matrices: heads, experts, stacked layers, fused weights of equal
+            size. `...` declares every axis that is not in the other two. An axis that is in none of
+            the three is an error.
+        split: for weights fused side by side in the flattened output: the sizes of the parts, or
+            how many equal ones. Each part is a matrix of its own.
+
+    Example:
+        Queries [stacked layers, in, heads, head_dim], one matrix per layer and head, and a fused
+        q, k, v [in, 3 * width]:
+
+        >>> per_head = MatrixSpec(reduction=-3, output=-1, batch=...)
+        >>> fused = MatrixSpec(reduction=0, output=1, split=3)
+    """
+
+    reduction: Axes = -2
+    output: Axes = -1
+    batch: Axes | EllipsisType = ()
+    split: int | tuple[int, ...] = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class TableSpec:
+    """A look-up table as a matrix [rows, columns], for Sinkhorn balancing.
+
+    Attributes:
+        rows: axes of the entries (vocabulary, table rows).
+        columns: axes of an entry's features.
+        batch: axes of independent tables, `...` for all others, as in `MatrixSpec`.
+    """
+
+    rows: Axes = -2
+    columns: Axes = -1
+    batch: Axes | EllipsisType = ()
+
+
+# Plain [in, out] and [rows, columns].
+MATRIX = MatrixSpec()
+TABLE = TableSpec()
+
+Spec = MatrixSpec | TableSpec
+# One spec for everything, a tree of them (prefixes will do), or a function of the parameter tree.
+Specs = Any | Callable[[Any], Any]
+
+
+def leaf_names(tree: Any) -> list[str]:
+    """Paths of the leaves in order, as "group_0/first/attn/wq_b"."""
+    return [
+        jax.tree_util.keystr(path, simple=True, separator="/")
+        for path, _ in jax.tree_util.tree_leaves_with_path(tree)
+    ]
+
+
+def leaf_specs(specs: Specs, tree: Any, kind: type) -> list[Any]:
+    """One spec per leaf of `tree`, in order.
+
+    Raises:
+        ValueError: a leaf without a spec of that kind, named by its path.
+    """
+    names = leaf_names(tree)
+    if not names:
+        return []
+    if callable(specs):
+        specs = specs(tree)
+
+    def is_spec(node):
+        return node is None or isinstance(node, MatrixSpec | TableSpec)
+
+    found: list[Any] = []
+    jax.tree.map(
+        lambda spec, below: found.extend([spec] * len(jax.tree.leaves(below))),
+        specs,
+        tree,
+        is_leaf=is_spec,
+    )
+    for name, spec in zip(names, found, strict=True):
+        if not isinstance(spec, kind):
+            raise ValueError(f"parameter {name!r} needs a {kind.__name__}, got {spec!r}")
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Matrices:
+    """How one parameter becomes matrices [batch, rows, columns], and back.
+
+    Attributes:
+        shape: of the parameter.
+        order: its axes in the order batch, rows, columns.
+        batch: number of matrices (before a split).
+        rows: fan-in, or table rows.
+        columns: sizes of the parts side by side; one where nothing is split.
+    """
+
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
+    batch: int
+    rows: int
+    columns: tuple[int, ...]
+
+    @classmethod
+    def of(cls, spec: Spec, shape: tuple[int, ...], name: str) -> Matrices:
+        """Checks `spec` against a parameter's shape.
+
+        Raises:
+            ValueError: an axis is out of range, declared twice or not at all, or a split does not
+                add up; the parameter is named.
+        """
+        if isinstance(spec, MatrixSpec):
+            sides, split = (spec.reduction, spec.output), spec.split
+        else:
+            sides, split = (spec.rows, spec.columns), 1
+        where = f"parameter {name!r} of shape {tuple(shape)}, {spec}"
+        rows, columns = (_axes(side, len(shape), where) for side in sides)
+        if spec.batch is ...:
+            batch = tuple(i for i in range(len(shape)) if i not in rows + columns)
+        else:
+            batch = _axes(spec.batch, len(shape), where)
+        order = batch + rows + columns
+        if len(set(order)) != len(order):
+            raise ValueError(f"{where}: an axis is declared twice")
+        missing = sorted(set(range(len(shape))) - set(order))
+        if missing or not rows or not columns:
+            raise ValueError(
+                f"{where}: every axis must be declared, undeclared: {missing}; batch=... makes "
+                "the others batch axes"
+            )
+        width = math.prod(shape[axis] for axis in columns)
+        if isinstance(split, int):
+            if split < 1 or width % split:
+                raise ValueError(f"{where}: {width} outputs do not split into {split} equal parts")
+            split = (width // split,) * split
+        if sum(split) != width:
+            raise ValueError(f"{where}: the split must add up to {width} outputs")
+        count = math.prod(shape[axis] for axis in batch)
+        return cls(tuple(shape), order, count, math.prod(shape[i] for i in rows), tuple(split))
+
+    def take(self, x: jax.Array) -> list[jax.Array]:
+        """The parts of a parameter, each [batch, rows, columns]."""
+        flat = x.transpose(self.order).reshape(self.batch, self.rows, sum(self.columns))
+        if len(self.columns) == 1:
+            return [flat]
+        edges = [sum(self.columns[:i]) for i in range(1, len(self.columns))]
+        return jnp.split(flat, edges, axis=-1)
+
+    def put(self, parts: list[jax.Array]) -> jax.Array:
+        """Inverse of `take`."""
+        flat = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
+        inverse = sorted(range(len(self.order)), key=self.order.__getitem__)
+        return flat.reshape([self.shape[axis] for axis in self.order]).transpose(inverse)
+
+
+def _axes(axes: Axes, ndim: int, where: str) -> tuple[int, ...]:
+    axes = (axes,) if isinstance(axes, int) else tuple(axes)
+    for axis in axes:
+        if not -ndim <= axis < ndim:
+            raise ValueError(f"{where}: there is no axis {axis}")
+    return tuple(axis % ndim for axis in axes)
