@@ -107,8 +107,9 @@ def _prepare(config: ConfigDict, workdir: Path) -> _Plan | None:
     optimizer = optimizer_lib.build(settings.optimizer)
     models = [ced.CED(s.settings.model, s.settings.kernels, indexer_loss=True) for s in stages]
     abstract = step_lib.abstract_state(models[0], optimizer, mesh)
-    for stage, model in zip(stages, models, strict=True):
+    for stage in stages:
         _check_batch(stage, mesh)
+    for stage, model in zip(stages[1:], models[1:], strict=True):
         params = step_lib.abstract_params(model, mesh)
         stages_lib.check_same_parameters(stage, abstract.params, params)
     current = stages[stages_lib.stage_at(stages, done or 0)].settings

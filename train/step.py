@@ -186,7 +186,7 @@ def _split_norm(gradients: Any) -> tuple[jax.Array, jax.Array]:
     for path, leaf in jax.tree_util.tree_leaves_with_path(gradients):
         side = outside if optimizer_lib.is_indexer(optimizer_lib.path_names(path)) else inside
         side.append(leaf)
-    return optax.global_norm(inside), optax.global_norm(outside)
+    return optax.tree.norm(inside), optax.tree.norm(outside)
 
 
 def make_train_step(

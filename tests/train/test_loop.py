@@ -1,0 +1,181 @@
+"""Whole runs of a very small model: what they leave behind, resuming, stopping."""
+
+import json
+import os
+
+import jax
+import numpy as np
+import pytest
+
+from tests.train import micro
+from train import loop, metrics
+from train import main as main_lib
+from train.data import pipeline
+from train.ledger import TrainingDiverged
+from train.settings import SettingsError
+from v41flash.checkpoints.orbax import Checkpoints
+
+# Wall-clock numbers and what only evaluated steps have.
+_TIMES = {"tokens_per_second", "step_seconds", "mfu", "peak_memory_bytes"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compilation_cache(tmp_path_factory):
+    """The runs here compile the same few programs: each once."""
+    if os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        yield
+        return
+    options = {
+        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("jax_cache")),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in options}
+    for name, value in options.items():
+        jax.config.update(name, value)
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+def _config(folder, **train):
+    config = micro.config(folder)
+    # Two stages: dense selection up to step 3.
+    config.train.indexer_warmup_steps = 3
+    config.eval.every = 4
+    config.train.update(train)
+    return config
+
+
+def _rows(workdir):
+    rows = metrics.read(workdir)
+    return [{k: v for k, v in row.items() if k not in _TIMES} for row in rows]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("corpus")
+
+
+@pytest.fixture(scope="module")
+def straight(folder, tmp_path_factory, compilation_cache):
+    """Eight steps without interruption, with plot, sample and n-gram comparison."""
+    workdir = tmp_path_factory.mktemp("runs") / "straight"
+    config = _config(folder)
+    config.eval.sample_tokens = 3
+    config.eval.sample_prompt = "the cat"
+    config.eval.byte_ngram = True
+    loop.run(config, workdir)
+    return workdir
+
+
+def test_the_run_folder(straight):
+    names = {path.name for path in straight.iterdir()}
+    assert {
+        "config.json",
+        "params.txt",
+        "versions.json",
+        "metrics.jsonl",
+        "checkpoints",
+        "loss.png",
+        "sample.txt",
+    } <= names
+    assert any(name.startswith("events.out.tfevents") for name in names)
+    assert not any("partial" in name for name in names)
+    assert json.loads((straight / "config.json").read_text())["train"]["steps"] == 8
+    assert json.loads((straight / "versions.json").read_text())["packages"]["jax"]
+    table = (straight / "params.txt").read_text()
+    assert "group_1/first/attn/indexer/wq_b" in table and "Activated per token" in table
+    assert (straight / "sample.txt").read_text().startswith("the cat")
+    with Checkpoints(straight / "checkpoints") as checkpoints:
+        assert checkpoints.steps() == [8]
+
+
+def test_the_metrics(straight):
+    rows = metrics.read(straight)
+    assert [row["step"] for row in rows] == list(range(1, 9))
+    config = micro.model()
+    for row in rows:
+        assert {"loss", "ce", "balance", "indexer_kl", "grad_norm", "learning_rate"} <= set(row)
+        assert {"padding", "tokens_per_second", "step_seconds"} <= set(row)
+        total = row["ce"] + 1e-4 * row["balance"] + row["indexer_kl"]
+        np.testing.assert_allclose(row["loss"], total, rtol=1e-6)
+        bound = np.sqrt(config.head_dim) * row["max_norm_weight"]
+        assert 0 < row["max_main_kv"] <= bound * 1.1
+        assert 0 <= row["padding"] < 1
+        assert "mfu" not in row
+    np.testing.assert_allclose([row["learning_rate"] for row in rows[:3]], [5e-3, 1e-2, 1e-2])
+    evaluated = [row["step"] for row in rows if "heldout_bits_per_byte" in row]
+    assert evaluated == [4, 8]
+    assert rows[-1]["heldout_bits_per_byte"] < rows[3]["heldout_bits_per_byte"] < 8
+
+
+def test_the_same_call_again_says_that_the_run_is_complete(straight, folder, capsys):
+    before = (straight / "metrics.jsonl").read_text()
+    loop.run(_config(folder), straight)
+    assert "complete: 8 of 8 steps" in capsys.readouterr().out
+    assert (straight / "metrics.jsonl").read_text() == before
+
+
+def test_a_run_in_two_parts_has_the_same_numbers(straight, folder, tmp_path, capsys):
+    loop.run(_config(folder, steps=4), tmp_path)
+    loop.run(_config(folder, steps=8), tmp_path)
+    assert "going on from step 4" in capsys.readouterr().out
+    assert _rows(tmp_path) == _rows(straight)
+
+
+def test_an_interrupted_run_goes_on_with_the_same_numbers(straight, folder, tmp_path, monkeypatch):
+    """Ctrl-C in step 6; the newest checkpoint is that of step 3, the boundary of the stages."""
+    original = pipeline.TrainIterator.__next__
+
+    def interrupt(self):
+        if self.step == 5:
+            raise KeyboardInterrupt
+        return original(self)
+
+    config = _config(folder, checkpoint_every=3)
+    with monkeypatch.context() as patch:
+        patch.setattr(pipeline.TrainIterator, "__next__", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            loop.run(config, tmp_path)
+    assert [row["step"] for row in _rows(tmp_path)] == [1, 2, 3, 4, 5]
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 6, "lo')
+    loop.run(config, tmp_path)
+    assert _rows(tmp_path) == _rows(straight)
+    with Checkpoints(tmp_path / "checkpoints") as checkpoints:
+        assert checkpoints.steps() == [6, 8]
+
+
+def test_another_configuration_is_refused(straight, folder, capsys):
+    config = _config(folder, steps=9)
+    config.optimizer.beta1 = 0.5
+    with pytest.raises(SettingsError, match="config.optimizer.beta1 is 0.5"):
+        loop.run(config, straight)
+    assert [row["step"] for row in _rows(straight)] == list(range(1, 9))
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_before_it_is_saved(
+    folder, tmp_path, monkeypatch, capsys
+):
+    original = pipeline.TrainIterator.__next__
+
+    def poison(self):
+        batch = original(self)
+        if self.step == 6:
+            batch["loss_mask"] = batch["loss_mask"] * np.float32(np.nan)
+        return batch
+
+    monkeypatch.setattr(pipeline.TrainIterator, "__next__", poison)
+    config = _config(folder, checkpoint_every=2, log_every=100)
+    with pytest.raises(TrainingDiverged) as caught:
+        loop.run(config, tmp_path)
+    message = str(caught.value)
+    assert message.startswith("step 6: loss is nan; document ids of its batch: ")
+    assert f"last good checkpoint: step 4 in {tmp_path / 'checkpoints'}" in message
+    assert "\n" not in message
+    with Checkpoints(tmp_path / "checkpoints") as checkpoints:
+        assert checkpoints.steps() == [2, 4]
+    monkeypatch.setattr(main_lib, "parse", lambda _: (config, tmp_path))
+    assert main_lib.main([]) == 1
+    assert capsys.readouterr().err.startswith("training failed: step 6: loss is nan")
