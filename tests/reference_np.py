@@ -1,7 +1,7 @@
-"""An independent float64 NumPy forward pass of one document, layer by layer, without any cleverness.
+"""An independent float64 NumPy forward pass of one document, layer by layer, plainly.
 
-Weights come under their published names and orientation ([out, in]). Nothing here imports the model:
-that both say the same is the point.
+Weights come under their published names and orientation ([out, in]). Nothing here imports the
+model: that both say the same is the point.
 """
 
 from __future__ import annotations

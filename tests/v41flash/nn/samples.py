@@ -10,7 +10,7 @@ import numpy as np
 from pallas_kernels.packed_rows import document_starts
 from v41flash import presets
 from v41flash.checkpoints import names
-from v41flash.config import ModelConfig
+from v41flash.config import ModelConfig, VisionConfig
 from v41flash.nn import ced
 from v41flash.text.engram_hash import EngramHasher
 
@@ -19,6 +19,17 @@ QUICK_COMPILE = {
     "xla_backend_optimization_level": "0",
     "xla_llvm_disable_expensive_passes": "True",
 }
+VISION = VisionConfig(
+    num_hidden_layers=1,
+    hidden_size=16,
+    num_attention_heads=2,
+    intermediate_size=16,
+    patch_size=14,
+    rope_theta=10_000.0,
+    downsample_ratio=3,
+    max_image_tokens=16,
+    min_pixels=1,
+)
 NO_ROUNDING = {"main_kv_format": "none", "window_kv_format": "none", "index_format": "none"}
 
 
@@ -107,7 +118,8 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     for spec in c.layers:
         layer = f"layers.{spec.index}."
         shapes[f"{layer}attn.attn_sink"] = (c.num_attention_heads,)
-        shapes[f"{layer}ffn.gate.bias"] = (c.n_routed_experts,)
+        for name in ("bias", "bias_vl")[: 2 if c.vision else 1]:
+            shapes[f"{layer}ffn.gate.{name}"] = (c.n_routed_experts,)
         for part in ("attn", "ffn"):
             shapes[f"{layer}hc_{part}_fn"] = ((2 + n) * n, n * d)
             shapes[f"{layer}hc_{part}_base"] = ((2 + n) * n,)
@@ -125,7 +137,7 @@ def random_weights(config: ModelConfig, seed: int = 0) -> dict[str, np.ndarray]:
         x = rng.normal(size=shape)
         if name.endswith(("norm.weight", "_scale", "q_weight", "k_weight")):
             x = 1 + 0.1 * x
-        elif name.endswith(("_fn", "gate.bias")):
+        elif name.endswith(("_fn", "gate.bias", "gate.bias_vl")):
             x = 0.05 * x
         elif name.endswith("_base"):
             x = 0.5 * x
@@ -151,12 +163,16 @@ def packed(documents, length: int):
     return tuple(row)
 
 
+def hasher(config: ModelConfig) -> EngramHasher:
+    """Engram hashing in which every token is its own canonical id."""
+    return EngramHasher.from_config(config, pad_compressed_id=config.engram_pad_token_id)
+
+
 def batch_inputs(config: ModelConfig, documents, length: int):
     """Model inputs of one document a row: tokens, positions, segment_ids, engram_rows."""
     rows = [packed([document], length) for document in documents]
     tokens, positions, segment_ids = (np.concatenate(x) for x in zip(*rows, strict=True))
-    hasher = EngramHasher.from_config(config, pad_compressed_id=config.engram_pad_token_id)
-    return tokens, positions, segment_ids, hasher.rows(tokens, positions)
+    return tokens, positions, segment_ids, hasher(config).rows(tokens, positions)
 
 
 def compiled_forward(config: ModelConfig, **attributes):

@@ -68,8 +68,8 @@ def test_scanned_groups_without_rounding():
 
 
 def test_scanned_groups_with_rounding():
-    """A value on a rounding boundary goes either way in float32 and float64, and then moves the rows
-    that see it by a quantisation step. With this seed none does on x86; a share of rows is allowed.
+    """A value on a rounding boundary may go either way in float32 and float64, and then moves the
+    rows that see it by a quantisation step. None does here on x86; a share of rows is allowed to.
     """
     recording = Recording.make(samples.scanned(), seed=1)
     close = []
