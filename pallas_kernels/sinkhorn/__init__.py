@@ -37,8 +37,8 @@ def sinkhorn(
     matrix: iterations + 1 reads and one write. A row or column of zeros stays one.
 
     Row RMS is 1 up to rounding. Column RMS over the kept rows converges at the rate of Sinkhorn's
-    iteration: 1 +- 1e-3 after 11 steps for dense rows of comparable spread. Norms are exact for
-    entries between 1e-28 and 1e9 in float32; smaller ones may count as 0.
+    iteration: 1 +- 1e-3 after 11 steps for dense rows. Entries of float32 matrices may lie between
+    1e-26 and 1e10; smaller ones may count as 0.
 
     Args:
         matrix: float[..., m, n]; leading axes are a batch, every matrix on its own.

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 
 # Squares of float32 entries below 1e-19 underflow. Gradients get there, and nothing has to grow as
 # far in the other direction, so norms are taken of entries multiplied by this power of two.
-_LIFT = 2.0**32
+_LIFT = 2.0**24
 
 
-def norms(matrix: jax.Array, axis: int) -> jax.Array:
-    """2-norms along an axis, which is kept with size 1."""
-    lifted = matrix * jnp.asarray(_LIFT, matrix.dtype)
+def norms(matrix: jax.Array, axis: int, scales: jax.Array | float = 1.0) -> jax.Array:
+    """2-norms of `matrix * scales` along an axis, which is kept with size 1."""
+    lifted = matrix * jnp.asarray(scales * _LIFT, matrix.dtype)
     return jnp.sqrt(jnp.sum(jnp.square(lifted), axis=axis, keepdims=True)) / _LIFT
 
 
@@ -48,24 +48,21 @@ def sinkhorn(
     if dtype is not None:
         rho = norms(kept.astype(compute), -1)
 
-    def balanced(r, c):
-        return kept.astype(compute) * r * c
-
     def rescaled(scale, norm):
         # A scale of 0 keeps zeros what they are; 1 / eps, step after step, would overflow.
         return jnp.where(norm == 0, 0, scale / (norm + eps)).astype(compute)
 
     def columns_then_rows(_, scales):
         r, c = scales
-        c = rescaled(c, norms(balanced(r, c), -2))
-        r = rescaled(r, norms(balanced(r, c), -1))
+        c = rescaled(c, c * norms(kept.astype(compute), -2, r))
+        r = rescaled(r, r * norms(kept.astype(compute), -1, c))
         return r, c
 
     # The first row step needs no pass: a kept row's norm is rho.
     r = rescaled(mask.astype(compute), rho)
     c = jnp.ones_like(kept[..., :1, :], dtype=compute)
     r, c = jax.lax.fori_loop(0, iterations // 2, columns_then_rows, (r, c))
-    return balanced(r, c) * matrix.shape[-1] ** 0.5
+    return kept.astype(compute) * r * (c * matrix.shape[-1] ** 0.5)
 
 
 def sinkhorn_update(

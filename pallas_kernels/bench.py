@@ -1,0 +1,147 @@
+"""Times kernels against their reference, their rivals and the ceilings of the device.
+
+    python -m pallas_kernels.bench --op=sinkhorn --case=E1 --case=E2 --json=lines.json
+
+An op takes part when `pallas_kernels/<op>/cases.py` has BENCHMARKS and a function `benchmark(name)`
+that returns a `measure.Benchmark`. The ceilings are measured in the same run; a line's floor is the
+time that its FLOPs or its bytes take at them, whichever is longer. `--rivals=MODULE` adds code from
+outside of this package: `MODULE.RIVALS[op](name)` returns more `measure.Variant`s by name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import pathlib
+import sys
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+import jax
+
+from pallas_kernels import measure
+
+_COLUMNS = "{case:28} {variant:18} {implementation:12} {ms:>10} {fraction:>9} {error:>9}"
+
+
+def _cases() -> dict[str, ModuleType]:
+    """The cases modules of the ops that can be timed."""
+    folders = pathlib.Path(__file__).parent.glob("*/cases.py")
+    names = sorted(path.parent.name for path in folders)
+    modules = {name: importlib.import_module(f"pallas_kernels.{name}.cases") for name in names}
+    return {name: module for name, module in modules.items() if hasattr(module, "benchmark")}
+
+
+def _parse(argv: list[str] | None, cases: Mapping[str, ModuleType]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m pallas_kernels.bench", description=__doc__.splitlines()[0]
+    )
+    several = dict(action="append", metavar="NAME")
+    parser.add_argument("--op", choices=list(cases), help="default: all", **several)
+    parser.add_argument("--case", help="default: small", **several)
+    parser.add_argument("--implementation", help="default: all that the op has", **several)
+    parser.add_argument("--variant", help="default: all that the case has", **several)
+    parser.add_argument("--rivals", metavar="MODULE", help="module with further rivals")
+    parser.add_argument("--budget", type=float, default=2.0, help="seconds a line, default 2")
+    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="one JSON object a line")
+    chosen = parser.parse_args(argv)
+    chosen.op = chosen.op or list(cases)
+    chosen.case = chosen.case or ["small"]
+    known = sorted({name for op in chosen.op for name in cases[op].BENCHMARKS})
+    for case in chosen.case:
+        if case not in known:
+            parser.error(f"--case {case}: {', '.join(chosen.op)} have {', '.join(known)}")
+    return chosen
+
+
+def _time(
+    variant: measure.Variant, implementation: str | None, expected: Any, budget: float
+) -> dict[str, Any]:
+    """Times and checks one line; {"declined": why} where the implementation cannot run."""
+    try:
+        function = jax.jit(variant.function(implementation)).lower(*variant.arguments).compile()
+    except NotImplementedError as reason:
+        return {"declined": str(reason)}
+    error = measure.error(function(*variant.arguments), expected)
+    spent = measure.seconds(function, *variant.arguments, budget=budget)
+    return {"ms": spent * 1e3, "error": error, "passed": error <= variant.tolerance}
+
+
+def _lines(chosen: argparse.Namespace, cases: Mapping[str, ModuleType], ceilings):
+    """Yields a dict per timed line."""
+    outside = importlib.import_module(chosen.rivals).RIVALS if chosen.rivals else {}
+    for op in chosen.op:
+        package = importlib.import_module(f"pallas_kernels.{op}")
+        for case in chosen.case:
+            if case not in cases[op].BENCHMARKS:
+                continue
+            bench = cases[op].benchmark(case)
+            own = [name for name in bench.variants if name in (chosen.variant or [name])]
+            rivals = {**bench.rivals, **(outside[op](case) if op in outside else {})}
+            todo = [
+                (name, implementation, bench.variants[name])
+                for name in own
+                for implementation in chosen.implementation or package.IMPLEMENTATIONS
+            ] + [(name, None, rival) for name, rival in rivals.items()]
+            expected = None
+            for name, implementation, variant in todo:
+                if expected is None:
+                    expected = jax.jit(bench.reference)(*variant.arguments)
+                line = _time(variant, implementation, expected, chosen.budget)
+                if "ms" in line:
+                    floor = max(variant.flops / ceilings.matmul, variant.bytes / ceilings.copy)
+                    line |= {"floor_ms": floor * 1e3, "fraction": floor * 1e3 / line["ms"]}
+                yield {
+                    "op": op,
+                    "case": case,
+                    "variant": name,
+                    "implementation": implementation or "rival",
+                    **line,
+                }
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit status: 1 where a result is off, 2 for wrong usage."""
+    cases = _cases()
+    chosen = _parse(argv, cases)
+    device = jax.devices()[0].device_kind
+    ceilings = measure.ceilings()
+    print(
+        f"{device}, jax {jax.__version__}: matmul {ceilings.matmul / 1e12:.2f} TFLOP/s bf16, "
+        f"copy {ceilings.copy / 1e9:.0f} GB/s"
+    )
+    header = ("case", "variant", "implementation", "ms", "fraction", "error")
+    print(_COLUMNS.format(**{name: name for name in header}))
+    failed = 0
+    lines = []
+    for line in _lines(chosen, cases, ceilings):
+        lines.append(
+            {
+                **line,
+                "device": device,
+                "jax": jax.__version__,
+                "matmul_flops": ceilings.matmul,
+                "copy_bytes": ceilings.copy,
+            }
+        )
+        shown = {**line, "case": f"{line['op']} {line['case']}"}
+        if "ms" in line:
+            failed += not line["passed"]
+            mark = "" if line["passed"] else " WRONG"
+            shown |= {
+                "ms": f"{line['ms']:.4f}",
+                "fraction": f"{line['fraction']:.3f}",
+                "error": f"{line['error']:.1e}{mark}",
+            }
+        else:
+            shown |= {"ms": "declined", "fraction": "", "error": line["declined"]}
+        print(_COLUMNS.format(**shown), flush=True)
+    if chosen.json:
+        chosen.json.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

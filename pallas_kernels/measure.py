@@ -1,0 +1,109 @@
+"""Timing of kernels, and the ceilings that they are held against."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """One thing to time.
+
+    Attributes:
+        function: implementation (see `pallas_kernels.dispatch`; None for a rival) -> function of
+            `arguments`, which is jitted.
+        arguments: arrays on the device.
+        flops: of the work, 0 where it is bound by memory.
+        bytes: that have to cross to and from main memory, 0 where it is bound by arithmetic.
+        tolerance: largest `error` against the reference that is allowed.
+    """
+
+    function: Callable[[Any], Callable[..., Any]]
+    arguments: tuple[Any, ...]
+    flops: float
+    bytes: float
+    tolerance: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Benchmark:
+    """What `benchmark(name)` of an op's cases returns.
+
+    Attributes:
+        reference: function of the same arguments that results are checked against.
+        variants: name -> the op, in the dtypes and forms that it has.
+        rivals: name -> other code for the same work.
+    """
+
+    reference: Callable[..., Any]
+    variants: Mapping[str, Variant]
+    rivals: Mapping[str, Variant] = dataclasses.field(default_factory=dict)
+
+
+class Ceilings(NamedTuple):
+    """Measured on this device: bf16 matrix product in FLOP/s, copy (read + write) in bytes/s."""
+
+    matmul: float
+    copy: float
+
+
+def seconds(function: Callable[..., Any], *arguments: Any, budget: float = 2.0) -> float:
+    """Median time of a call of a compiled function.
+
+    Calls are timed in groups long enough (2 ms) that starting and waiting for them does not count.
+
+    Args:
+        function: compiled, on any arguments.
+        *arguments: of it.
+        budget: seconds to spend, beyond the two calls that it takes to warm up.
+    """
+    jax.block_until_ready(function(*arguments))
+    start = time.perf_counter()
+    jax.block_until_ready(function(*arguments))
+    once = time.perf_counter() - start
+    group = max(1, min(100, round(2e-3 / max(once, 1e-6))))
+    samples = []
+    spent = 0.0
+    while len(samples) < 3 or (spent < budget and len(samples) < 30):
+        start = time.perf_counter()
+        for _ in range(group):
+            result = function(*arguments)
+        jax.block_until_ready(result)
+        elapsed = time.perf_counter() - start
+        samples.append(elapsed / group)
+        spent += elapsed
+    return statistics.median(samples)
+
+
+def ceilings() -> Ceilings:
+    """Measures both; smaller sizes on CPU, where they serve to try things out."""
+    cpu = jax.default_backend() == "cpu"
+    n = 512 if cpu else 8192
+    a, b = (jax.random.normal(key, (n, n), jnp.bfloat16) for key in jax.random.split(_key()))
+    product = jax.jit(lambda a, b: a @ b)
+    x = jax.random.normal(_key(), (2**22 if cpu else 2**28,), jnp.float32)
+    copy = jax.jit(lambda x: x + 1)
+    return Ceilings(2 * n**3 / seconds(product, a, b), 8 * x.size / seconds(copy, x))
+
+
+def error(result: Any, expected: Any) -> float:
+    """Norm of the difference over that of what is expected; the largest over all leaves."""
+
+    @jax.jit
+    def one(x, y):
+        x, y = x.astype(jnp.float32), y.astype(jnp.float32)
+        return jnp.sqrt(jnp.sum(jnp.square(x - y)) / (jnp.sum(jnp.square(y)) + 1e-30))
+
+    return float(np.max([float(e) for e in jax.tree.leaves(jax.tree.map(one, result, expected))]))
+
+
+def _key() -> jax.Array:
+    return jax.random.key(1)
