@@ -49,8 +49,9 @@ def sinkhorn(
         rho = norms(kept.astype(compute), -1)
 
     def rescaled(scale, norm):
-        # A scale of 0 keeps zeros what they are; 1 / eps, step after step, would overflow.
-        return jnp.where(norm == 0, 0, scale / (norm + eps)).astype(compute)
+        # A scale of 0 keeps zeros what they are: 1 / eps, step after step, would overflow. It also
+        # keeps masked rows out: times the scale of a column they may be infinite.
+        return jnp.where((norm == 0) | (scale == 0), 0, scale / (norm + eps)).astype(compute)
 
     def columns_then_rows(_, scales):
         r, c = scales

@@ -1,0 +1,119 @@
+"""Prints one JSON line per mesh on 8 CPU devices; test_meshes starts it in a process of its own."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from v41flash.optim import MatrixSpec, Rule, TableSpec, head_muon, partition, sinkhorn_balanced
+from v41flash.optim.partition import specs
+
+RULES = (
+    Rule("queries", "muon", MatrixSpec(0, 2, batch=1)),
+    Rule("experts", "muon", MatrixSpec(1, 3, batch=(0, 2))),
+    Rule("plain", "muon", MatrixSpec(0, 1)),
+    Rule("embed", "sinkhorn", TableSpec()),
+    Rule("head", "sinkhorn", TableSpec(rows=1, columns=0)),
+    Rule("table", "rows", TableSpec()),
+)
+SHAPES = {
+    "queries": (8, 8, 16),
+    "experts": (8, 8, 2, 16),
+    "plain": (16, 8),
+    "embed": (32, 8),
+    "head": (8, 32),
+    "table": (64, 8),
+}
+LAYOUT = {
+    "queries": P(None, "b", "a"),
+    "experts": P("a", "b"),
+    "plain": P("a", "b"),
+    "embed": P(("a", "b")),
+    "head": P("a", "b"),
+    "table": P(("a", "b")),
+}
+
+
+def optimizer(mesh=None):
+    declared = specs(RULES)
+    return partition(
+        {
+            "muon": head_muon(1e-2, declared, compute_dtype="float32", mesh=mesh),
+            "sinkhorn": sinkhorn_balanced(1e-2, declared),
+            "rows": sinkhorn_balanced(1e-2, declared, capacity=16),
+        },
+        RULES,
+    )
+
+
+def arrays(seed):
+    rng = np.random.default_rng(seed)
+    tree = {name: rng.normal(size=shape).astype(np.float32) for name, shape in SHAPES.items()}
+    tree["table"][10:] = 0
+    return tree
+
+
+def run(tx, params, grads):
+    """(parameters after two steps, state, the compiled update)."""
+    state = tx.init(params)
+    update = jax.jit(tx.update).lower(grads, state, params).compile()
+    for _ in range(2):
+        updates, state = update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    return params, state, update
+
+
+def largest_batch(compiled):
+    """Matrices that one device multiplies in the largest batched product of 8 x 8 Gram matrices."""
+    sizes = [1]
+    for line in compiled.as_text().splitlines():
+        if " dot(" in line and "f32[" in line:
+            shape = line.split("f32[", 1)[1].split("]")[0].split(",")
+            if len(shape) == 3 and shape[1:] == ["8", "8"]:
+                sizes.append(int(shape[0]))
+    return max(sizes)
+
+
+def on_mesh(shape, kind, ambient, reference):
+    """What test_meshes looks at, for one mesh that is in force (ambient) or given."""
+    mesh = jax.make_mesh(shape, ("a", "b"), axis_types=(kind,) * 2)
+    layout = {name: NamedSharding(mesh, spec) for name, spec in LAYOUT.items()}
+    params, grads = (jax.device_put(arrays(seed), layout) for seed in (0, 1))
+    if ambient:
+        with jax.set_mesh(mesh):
+            result, state, compiled = run(optimizer(), params, grads)
+    else:
+        result, state, compiled = run(optimizer(mesh), params, grads)
+    kept = [
+        leaf.sharding.is_equivalent_to(layout[name], leaf.ndim)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state)
+        for name in layout
+        if leaf.shape == SHAPES[name] and name in jax.tree_util.keystr(path)
+    ]
+    errors = [np.max(np.abs(np.asarray(result[name]) - reference[name])) for name in SHAPES]
+    return {
+        "mesh": shape,
+        "axes": kind.name,
+        "ambient": ambient,
+        "error": float(max(errors)),
+        "kept": all(kept),
+        "momenta": len(kept),
+        "each": largest_batch(compiled),
+    }
+
+
+def main():
+    params, grads = (jax.tree.map(jnp.asarray, arrays(seed)) for seed in (0, 1))
+    reference, _, alone = run(optimizer(), params, grads)
+    print(json.dumps({"alone": largest_batch(alone)}))
+    for kind in (AxisType.Auto, AxisType.Explicit):
+        for shape, ambient in (((1, 8), True), ((2, 4), True), ((8, 1), True), ((2, 4), False)):
+            print(json.dumps(on_mesh(shape, kind, ambient, reference)))
+
+
+if __name__ == "__main__":
+    main()

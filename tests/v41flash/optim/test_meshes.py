@@ -1,0 +1,46 @@
+"""The same results on meshes of 8 devices, with the work spread over them."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def lines():
+    environment = {
+        **os.environ,
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "JAX_PLATFORMS": "cpu",
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.v41flash.optim.mesh_run"],
+        cwd=pathlib.Path(__file__).parents[3],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_equal_on_every_mesh(lines):
+    """Auto axes and Explicit ones, the mesh in force and the mesh given."""
+    for line in lines[1:]:
+        assert line["error"] < 1e-6, line
+
+
+def test_state_keeps_its_layout(lines):
+    for line in lines[1:]:
+        assert line["momenta"] == 6 and line["kept"], line
+
+
+def test_work_is_spread(lines):
+    """8 heads and 16 expert halves of one shape: 24 matrices alone, 3 on each of 8 devices."""
+    alone, *meshes = lines
+    assert alone == {"alone": 24}
+    assert [line["each"] for line in meshes] == [3] * 8
