@@ -3,11 +3,11 @@
     python -m train.main --config=configs/small.py --workdir=/tmp/small
 
 head_dim 512, index head_dim 128, window 128, top-k 512, sequences of 8,192 tokens: the widths that
-decide what attention costs. 12 layers: two window layers (Engram in front of the second), an encoder
-group Full + 3 Reuse at m = 2, then the decoder, Full + 2 Reuse and Reindex + 2 Reuse at m = 1.
-Byte-level tokens of the built-in corpus; the vocabulary leaves room for a 32k tokenizer
-(`--config.data.tokenizer=FILE`, with `--config.model.engram_compressed_vocab_size` to match).
-What it reaches, and how fast, is in docs/results/small.md.
+decide what attention costs. 12 layers: two window layers (Engram in front of the second), an
+encoder group Full + 3 Reuse at m = 2, then the decoder, Full + 2 Reuse and Reindex + 2 Reuse at m =
+1. Byte-level tokens of the built-in corpus; the vocabulary leaves room for a 32k tokenizer
+(`--config.data.tokenizer=FILE`, with `--config.model.engram_compressed_vocab_size` to match). What
+it reaches, and how fast, is in docs/results/small.md.
 """
 
 from configs import _defaults
@@ -72,17 +72,17 @@ def get_config():
     config = _defaults.get_config(model)
 
     config.data.sequence_length = 8192
-    config.data.batch_size = 4
+    config.data.batch_size = 2
 
     config.optimizer.learning_rate = 6e-4
     config.optimizer.warmup_steps = 50
-    config.optimizer.decay_from = 300
-    config.optimizer.decay_until = 1000
+    config.optimizer.decay_from = 150
+    config.optimizer.decay_until = 300
 
-    config.train.steps = 1000
+    config.train.steps = 300
     config.train.indexer_warmup_steps = 20
     config.train.log_every = 5
-    config.train.checkpoint_every = 500
+    config.train.checkpoint_every = 150
     config.eval.every = 100
     config.eval.batches = 4
     return config

@@ -2,8 +2,8 @@
 
 Each op folder lists what it has in a mapping from name to function. A caller asks for one name, for
 a sequence to be tried in order, or for nothing (the op's own order of preference). Only
-`NotImplementedError` moves on to the next candidate: it is how a backend says that this device, dtype
-or shape is not for it. Anything else is a fault and propagates.
+`NotImplementedError` moves on to the next candidate: it is how a backend says that this device,
+dtype or shape is not for it. Anything else is a fault and propagates.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def dispatch(
     unknown = [name for name in names if name not in implementations]
     if unknown or not names:
         raise ValueError(
-            f"{op}: no implementation {unknown or requested!r}; there is {', '.join(implementations)}"
+            f"{op}: no implementation {unknown or requested!r}; there is "
+            f"{', '.join(implementations)}"
         )
     declined = []
     for name in names:

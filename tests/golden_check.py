@@ -3,9 +3,9 @@
     python -m tests.golden_check tests/golden/layout_i
 
 The folder holds `config.json` (published key names), `weights.safetensors` (published tensor names,
-float32), `token_map.json` and recorded runs: `*_fakequant.npz` and `*_noquant.npz` with the arrays of
-every layer, `*_decode.npz` with the last logits of every prefix. One line is printed per family of
-arrays with its worst error; the exit status is 1 if one is off.
+float32), `token_map.json` and recorded runs: `*_fakequant.npz` and `*_noquant.npz` with the arrays
+of every layer, `*_decode.npz` with the last logits of every prefix. One line is printed per family
+of arrays with its worst error; the exit status is 1 if one is off.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Recorded:
         rows = self.hasher.rows(self.compressed_ids[tokens][None], positions)
         return tokens[None].astype(np.int32), positions, segment_ids, rows
 
-    @functools.cache
+    @functools.cache  # noqa: B019 (a folder lives as long as the check that reads it)
     def forward(self, fake_quantize: bool) -> Callable[..., Any]:
         """jitted (params, *inputs) -> (intermediates, hidden [1, T, d], logits [1, T, V])."""
         model = self.model(fake_quantize)
@@ -265,8 +265,8 @@ def check_run(recorded: Recorded, run: pathlib.Path, fake_quantize: bool) -> lis
 def check_prefixes(recorded: Recorded, run: pathlib.Path) -> list[Family]:
     """Compares the last logits of prefills of the first L tokens, for every L.
 
-    By causality they are the rows of one prefill of all tokens, and those of a few prefixes are also
-    computed alone.
+    By causality they are the rows of one prefill of all tokens, and those of a few prefixes are
+    also computed alone.
     """
     arrays = np.load(run, allow_pickle=False)
     tokens = arrays["tokens"]
@@ -309,7 +309,8 @@ def main(argv: list[str]) -> int:
         for run, family in check_folder(pathlib.Path(argv[1])):
             right = family.worst <= 1
             print(
-                f"{'ok  ' if right else 'FAIL'} {run:14s} {family.name:24s} arrays {family.arrays:2d}"
+                f"{'ok  ' if right else 'FAIL'} {run:14s} {family.name:24s}"
+                f" arrays {family.arrays:2d}"
                 f"  worst error {family.error:.2e}  of tolerance {family.worst:.2f}"
                 + ("" if right else f"  first at {family.where}")
             )

@@ -1,9 +1,10 @@
 """Fake quantisation of the cached values, with straight-through gradients.
 
-What is quantised, and when, is decided by three fields of `ModelConfig`: `main_kv_format` (compressed
-entries after RoPE), `window_kv_format` (sliding-window entries after RoPE) and `index_format` (indexer
-queries and keys after RoPE). The formats themselves are defined in `pallas_kernels.fp4`. Rounding is
-part of the forward pass of the model, whatever the dtype of the weights.
+What is quantised, and when, is decided by three fields of `ModelConfig`: `main_kv_format`
+(compressed entries after RoPE), `window_kv_format` (sliding-window entries after RoPE) and
+`index_format` (indexer queries and keys after RoPE). The formats themselves are defined in
+`pallas_kernels.fp4`. Rounding is part of the forward pass of the model, whatever the dtype of the
+weights.
 """
 
 from __future__ import annotations

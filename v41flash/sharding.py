@@ -68,7 +68,7 @@ def make_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = N
 
 
 def constrain(x: jax.Array, *names: str | None) -> jax.Array:
-    """Asks the compiler to lay `x` out by the logical `names` of its axes (no-op without a mesh)."""
+    """Asks the compiler to lay `x` out by the logical `names` of its axes; no-op without a mesh."""
     return nn.with_logical_constraint(x, names, rules=RULES)
 
 
@@ -104,8 +104,8 @@ def param_shardings(boxed: Any, mesh: Mesh) -> Any:
             sharding.shard_shape(leaf.shape)
         except ValueError as error:
             raise ValueError(
-                f"parameter {jax.tree_util.keystr(path)} of shape {leaf.shape} does not divide over "
-                f"mesh axes {sharding.spec} of sizes {dict(mesh.shape)}"
+                f"parameter {jax.tree_util.keystr(path)} of shape {leaf.shape} does not divide "
+                f"over mesh axes {sharding.spec} of sizes {dict(mesh.shape)}"
             ) from error
 
     jax.tree_util.tree_map_with_path(check, abstract, shardings)

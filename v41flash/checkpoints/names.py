@@ -1,8 +1,8 @@
 """Where each parameter of the model stands among the published tensor names.
 
-Published weights are [out, in] per layer; ours keep head and group axes, lie [in, ..., out], and are
-stacked over the scanned layers of a group. `to_params` builds the parameter tree from a function that
-returns published tensors by name.
+Published weights are [out, in] per layer; ours keep head and group axes, lie [in, ..., out], and
+are stacked over the scanned layers of a group. `to_params` builds the parameter tree from a
+function that returns published tensors by name.
 """
 
 from __future__ import annotations
@@ -97,12 +97,8 @@ def layer_sources(config: ModelConfig, spec: LayerSpec) -> Iterator[Source]:
         yield source("attn/indexer/wk", "attn.indexer.wk.weight", _transposed)
         yield source("attn/indexer/k_norm", "attn.indexer.k_norm.weight")
     if spec.mode in ("full", "reindex"):
-        yield source(
-            "attn/indexer/wq_b", "attn.indexer.wq_b.weight", _heads(config.index_n_heads)
-        )
-        yield source(
-            "attn/indexer/weights_proj", "attn.indexer.weights_proj.weight", _transposed
-        )
+        yield source("attn/indexer/wq_b", "attn.indexer.wq_b.weight", _heads(config.index_n_heads))
+        yield source("attn/indexer/weights_proj", "attn.indexer.weights_proj.weight", _transposed)
 
     yield source("ffn/router/weight", "ffn.gate.weight", _transposed)
     yield source("ffn/router/bias", "ffn.gate.bias")

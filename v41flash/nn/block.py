@@ -18,8 +18,8 @@ from v41flash.nn.indexer import IndexQuery
 from v41flash.nn.mhc import HyperConnection, Residual
 from v41flash.nn.moe import MoE
 
-# Residuals that a rematerialised layer keeps: its selection must not be scored and sorted again, and
-# the shared cache is read by other layers anyway.
+# Residuals that a rematerialised layer keeps: its selection must not be scored and sorted again,
+# and the shared cache is read by other layers anyway.
 _KEEP = jax.checkpoint_policies.save_only_these_names("selection", "shared_kv")
 
 
@@ -108,7 +108,7 @@ class Block(nn.Module):
 
 
 class Unit(nn.Module):
-    """A head layer and the `reuse` layers that go by its selection, with the loss of its indexer."""
+    """A head layer and the `reuse` layers that go by its selection, with its indexer's loss."""
 
     config: ModelConfig
     group: LayerGroup
@@ -123,14 +123,14 @@ class Unit(nn.Module):
         """Runs the unit; SharedKV comes back where `keep_shared` asks for it."""
         cfg, head_spec = self.config, self.group.first
         teacher = self.indexer_loss and head_spec.mode != "window"
-        # Initialisation wants the parameters alone; rematerialised code would not be dropped as dead.
-        initializing = self.is_initializing()
-        block = Block if initializing else nn.remat(Block, policy=_KEEP, prevent_cse=False)
-        first = block(cfg, head_spec, self.kernels, teacher, name="first")
+        # In a loop nothing can merge the recomputation with the first pass; outside one the
+        # compiler would, and so keep everything, unless told not to.
+        first = self._block(in_loop=self.group.repeats > 1)
+        first = first(cfg, head_spec, self.kernels, teacher, name="first")
         carry, (aux, head) = first(Carry(residual, None), shared, context)
         if self.group.reuse:
             scanned = nn.scan(
-                block,
+                self._block(in_loop=True),
                 variable_axes={"params": 0, "router_load": 0, "intermediates": 0},
                 split_rngs={"params": True},
                 in_axes=(nn.broadcast, nn.broadcast),
@@ -147,3 +147,10 @@ class Unit(nn.Module):
             scores = student_scores(head.index_query, head.shared, visible, self.kernels.indexer)
             aux = aux._replace(indexer_kl=indexer_kl(carry.mass, scores))
         return carry.residual, (aux, head.shared if self.keep_shared else None)
+
+    def _block(self, *, in_loop: bool) -> type[nn.Module]:
+        # Initialisation wants the parameters alone; rematerialised code would not be dropped as
+        # dead.
+        if self.is_initializing():
+            return Block
+        return nn.remat(Block, policy=_KEEP, prevent_cse=not in_loop)

@@ -1,7 +1,7 @@
 """The causal encoder-decoder: embedding, layer groups, final read-out.
 
-Encoder and decoder are one causal stack; what makes the second half a decoder is that all of it reads
-one global cache, projected once from the encoder's output by the first decoder layer.
+Encoder and decoder are one causal stack; what makes the second half a decoder is that all of it
+reads one global cache, projected once from the encoder's output by the first decoder layer.
 """
 
 from __future__ import annotations

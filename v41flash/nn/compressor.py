@@ -36,7 +36,9 @@ class Compressor(nn.Module):
         shape = (cfg.hidden_size, cfg.head_dim)
         init = partitioned(nn.initializers.truncated_normal(cfg.initializer_range), ("embed", None))
         wkv = self.param("wkv", init, shape, jnp.float32)
-        norm = self.param("norm", partitioned(nn.initializers.ones, (None,)), shape[1:], jnp.float32)
+        norm = self.param(
+            "norm", partitioned(nn.initializers.ones, (None,)), shape[1:], jnp.float32
+        )
         if m == 1:
             pooled = contract("btd,dk->btk", x_BxTxd, wkv)
         else:

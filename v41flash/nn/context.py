@@ -1,8 +1,8 @@
 """What every layer knows of the rows it is given: positions, visible ranges, tables.
 
-Packing, causality and replay all reduce to ranges per query, so that no layer or kernel needs to know
-about documents. Documents start at multiples of `ALIGNMENT` in the packed row, so that compression
-groups never straddle two of them.
+Packing, causality and replay all reduce to ranges per query, so that no layer or kernel needs to
+know about documents. Documents start at multiples of `ALIGNMENT` in the packed row, so that
+compression groups never straddle two of them.
 """
 
 from __future__ import annotations

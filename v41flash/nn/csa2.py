@@ -84,8 +84,14 @@ class CSA2(nn.Module):
     teacher: bool = False
 
     def setup(self) -> None:
+        """Declares the parameters."""
         cfg, spec = self.config, self.spec
-        d, rank, heads, dim = cfg.hidden_size, cfg.q_lora_rank, cfg.num_attention_heads, cfg.head_dim
+        d, rank, heads, dim = (
+            cfg.hidden_size,
+            cfg.q_lora_rank,
+            cfg.num_attention_heads,
+            cfg.head_dim,
+        )
         groups, o_rank = cfg.o_groups, cfg.o_lora_rank
         normal = nn.initializers.truncated_normal(cfg.initializer_range)
         ones, zeros = nn.initializers.ones, nn.initializers.zeros
@@ -207,9 +213,7 @@ class CSA2(nn.Module):
             **main,
         )
 
-    def _mass(
-        self, q: jax.Array, lse: jax.Array, shared: SharedKV, context: Context
-    ) -> jax.Array:
+    def _mass(self, q: jax.Array, lse: jax.Array, shared: SharedKV, context: Context) -> jax.Array:
         visible = context.main[self.spec.ratio]
         return attention_op.selected_mass(
             q,

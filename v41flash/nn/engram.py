@@ -1,7 +1,7 @@
 """Engram: hashed n-gram memory, written into the streams in front of a layer.
 
-The rows to look up depend on tokens alone (`v41flash.text.engram_hash`), so the data pipeline brings
-them along with the batch.
+The rows to look up depend on tokens alone (`v41flash.text.engram_hash`), so the data pipeline
+brings them along with the batch.
 """
 
 from __future__ import annotations

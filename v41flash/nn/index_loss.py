@@ -1,10 +1,10 @@
 """The indexer's loss: KL from the attention's own distribution over entries to the index scores.
 
-Nothing is published for V4.1; this follows DeepSeek-V3.2's sparse-attention training. For each index
-source the teacher is the mean, over the layers that use its selection, of the head-summed probability
-on compressed entries in the joint softmax, renormalised over those entries; the student is the
-softmax of the index scores over the same entries: all visible ones while selection is dense (the
-warm-up), the selected ones afterwards. The teacher and the indexer's inputs are detached.
+Nothing is published for V4.1; this follows DeepSeek-V3.2's sparse-attention training. For each
+index source the teacher is the mean, over the layers that use its selection, of the head-summed
+probability on compressed entries in the joint softmax, renormalised over those entries; the student
+is the softmax of the index scores over the same entries: all visible ones while selection is dense
+(the warm-up), the selected ones afterwards. The teacher and the indexer's inputs are detached.
 """
 
 from __future__ import annotations
@@ -27,7 +27,11 @@ def student_scores(
     """Index scores on the entries in use, float32 [B, T, K or G], -inf on the others."""
     if shared.indices is None:
         return indexer_op.scores(
-            query.q, query.weights, shared.index_keys, visible.lo, visible.hi,
+            query.q,
+            query.weights,
+            shared.index_keys,
+            visible.lo,
+            visible.hi,
             implementation=implementation,
         )
     scores = indexer_op.scores_at(

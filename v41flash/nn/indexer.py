@@ -37,6 +37,7 @@ class Indexer(nn.Module):
     owns_keys: bool
 
     def setup(self) -> None:
+        """Declares the parameters."""
         cfg = self.config
         heads, dim = cfg.index_n_heads, cfg.index_head_dim
         init = nn.initializers.truncated_normal(cfg.initializer_range)
@@ -54,7 +55,9 @@ class Indexer(nn.Module):
     def keys(self, latent_BxGxD: jax.Array, angles: rope.RopeTable) -> jax.Array:
         """Index keys [B, G, Di] from the un-rotated latent, rotated and rounded."""
         latent_BxGxD = jax.lax.stop_gradient(latent_BxGxD)
-        k = rms_norm(contract("bgk,kd->bgd", latent_BxGxD, self.wk), self.k_norm, self.config.rms_norm_eps)
+        k = rms_norm(
+            contract("bgk,kd->bgd", latent_BxGxD, self.wk), self.k_norm, self.config.rms_norm_eps
+        )
         k = quant.fake_quantize(rope.rotate(k, angles), self.config.index_format)
         self.sow("intermediates", "k", k)
         return k

@@ -1,9 +1,9 @@
 """Single-pass manifold-constrained hyper-connections: the residual path of the model.
 
-The hidden state is `hc_mult` parallel streams. A sublayer reads them through mixing weights that were
-predicted one sublayer earlier, so the write of one sublayer, the coefficients of the next and its read
-need the streams once. To keep that one pass whole across layer boundaries, the write of a sublayer's
-output stays pending in the `Residual` until the next read.
+The hidden state is `hc_mult` parallel streams. A sublayer reads them through mixing weights that
+were predicted one sublayer earlier, so the write of one sublayer, the coefficients of the next and
+its read need the streams once. To keep that one pass whole across layer boundaries, the write of a
+sublayer's output stays pending in the `Residual` until the next read.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Mixture of experts: sqrt-softplus routing without auxiliary-loss bias, one shared expert.
 
-Every token goes to its top-k experts; none is dropped. The router's selection biases get no gradient:
-after each step `update_router_bias` moves them towards equal load, text and image tokens apart.
+Every token goes to its top-k experts; none is dropped. The router's selection biases get no
+gradient: after each step `update_router_bias` moves them towards equal load, text and image tokens
+apart.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Routing(NamedTuple):
 
 
 class Router(nn.Module):
-    """`s = sqrt(softplus(x W))`; the top-k of `s + bias` are chosen, their weights come from `s`."""
+    """`s = sqrt(softplus(x W))`; the top-k of `s + bias` are chosen, weights come from `s`."""
 
     config: ModelConfig
 
@@ -77,9 +78,7 @@ class Router(nn.Module):
     def _record(self, name: str, load: jax.Array) -> None:
         self.sow("router_load", name, load, init_fn=lambda: 0.0, reduce_fn=lambda _, new: new)
 
-    def _balance_loss(
-        self, scores: jax.Array, selected: jax.Array, valid: jax.Array
-    ) -> jax.Array:
+    def _balance_loss(self, scores: jax.Array, selected: jax.Array, valid: jax.Array) -> jax.Array:
         """sum_i f_i P_i per row, mean over rows that hold tokens (DeepSeek-V3, eq. 17-20)."""
         cfg = self.config
         tokens = jnp.sum(valid, axis=1)
