@@ -1,4 +1,4 @@
-"""One attention sublayer at a time: its switches, the bound on its cache, and the indexer's loss."""
+"""One attention sublayer at a time: its switches, the bound on its cache, the indexer's loss."""
 
 import dataclasses
 import functools

@@ -1,0 +1,79 @@
+"""Forward and backward at 32,768 tokens fit in 8 GiB, and memory grows with the row, no faster."""
+
+import functools
+import os
+import resource
+import subprocess
+import sys
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from configs import quickstart
+from train import losses
+from v41flash.config import ModelConfig
+from v41flash.nn import ced
+
+LONG = 32_768
+LIMIT = 8 * 2**30
+# The CPU's default order of operations starts as many as it can at once and keeps the inputs of
+# all: three times the memory. This flag is read from the environment alone.
+DEPTH_FIRST = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
+
+
+def compiled(length):
+    """(executable of loss and gradients, its abstract arguments) for one row of `length`."""
+    config = ModelConfig.from_dict(quickstart.get_config().model.to_dict())
+    model = ced.CED(config, indexer_loss=True)
+    row = jax.ShapeDtypeStruct((1, length), jnp.int32)
+    rows = (*row.shape, config.num_engram_sites, config.engram_rows_per_token)
+    inputs = row, row, row, jax.ShapeDtypeStruct(rows, jnp.int32)
+    params = nn.unbox(jax.eval_shape(model.init, jax.random.key(0), *inputs)["params"])
+
+    def loss(params, inputs):
+        outputs = model.apply({"params": params}, *inputs)
+        head = functools.partial(ced.logits, params)
+        mask = jnp.ones(inputs[0].shape)
+        entropy = losses.cross_entropy(head, outputs.hidden, inputs[0], mask)
+        return entropy.nats / entropy.tokens + outputs.balance_loss + outputs.indexer_kl
+
+    lowered = jax.jit(jax.value_and_grad(loss)).lower(params, inputs)
+    return lowered.compile(), (params, inputs)
+
+
+@pytest.mark.slow
+def test_memory_is_linear_in_the_row_and_below_the_limit():
+    """In a process of its own, whose peak is that of one step, compilation included."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} {DEPTH_FIRST}"
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    command = [sys.executable, "-m", "tests.v41flash.nn.test_memory"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    half, whole, everything, peak = map(int, done.stdout.split())
+    assert whole < 2.2 * half
+    assert everything < LIMIT
+    assert peak < LIMIT
+
+
+def main():
+    half = compiled(LONG // 2)[0].memory_analysis().temp_size_in_bytes
+    step, (params, inputs) = compiled(LONG)
+    size = step.memory_analysis()
+    whole = size.temp_size_in_bytes
+    everything = whole + size.argument_size_in_bytes + size.output_size_in_bytes
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(lambda x: rng.normal(0, 0.02, x.shape).astype(x.dtype), params)
+    tokens = rng.integers(0, 256, inputs[0].shape, np.int32)
+    position = np.arange(LONG, dtype=np.int32)[None]
+    rows = rng.integers(0, 4096, inputs[3].shape, np.int32)
+    value, _ = jax.block_until_ready(step(params, (tokens, position, position * 0 + 1, rows)))
+    assert np.isfinite(value)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print(half, whole, everything, peak)
+
+
+if __name__ == "__main__":
+    main()

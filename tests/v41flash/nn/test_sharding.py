@@ -1,0 +1,78 @@
+"""The model on several meshes of eight virtual devices gives what one device gives."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.v41flash.nn import samples
+from v41flash import sharding
+from v41flash.nn import ced
+
+MESHES = ({"data": 8}, {"data": 2, "fsdp": 2, "expert": 2}, {"fsdp": 4, "tensor": 2})
+B, T = 8, 24
+
+
+@pytest.mark.slow
+def test_meshes_agree_with_one_device():
+    """In a process of its own: the number of devices is fixed before JAX starts."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    command = [sys.executable, "-m", "tests.v41flash.nn.test_sharding"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [f"{mesh} equal" for mesh in MESHES]
+
+
+def main():
+    # Sums in another order would round a few entries the other way.
+    config = samples.two_layers(**samples.NO_ROUNDING)
+    params = samples.params_of(config, samples.random_weights(config, seed=11))
+    rng = np.random.default_rng(12)
+    documents = [rng.integers(3, 250, T - b) for b in range(B)]
+    inputs = samples.batch_inputs(config, documents, T)
+    model = ced.CED(config, indexer_loss=True)
+
+    def loss(params, inputs):
+        outputs = model.apply({"params": params}, *inputs)
+        logits = ced.logits(params, outputs.hidden)
+        valid = inputs[2] > 0
+        nats = -jax.nn.log_softmax(logits)[..., 5]
+        ce = jnp.sum(nats * valid) / jnp.sum(valid)
+        return ce + outputs.balance_loss + outputs.indexer_kl
+
+    def gradient(**shardings):
+        quick = samples.QUICK_COMPILE
+        return jax.jit(jax.value_and_grad(loss), compiler_options=quick, **shardings)
+
+    expected = jax.device_get(gradient()(params, inputs))
+    abstract = jax.eval_shape(model.init, jax.random.key(0), *inputs)["params"]
+    for sizes in MESHES:
+        mesh = sharding.make_mesh(sizes)
+        where = sharding.param_shardings(abstract, mesh), sharding.batch_sharding(mesh)
+        out = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()), where[0]
+        with jax.set_mesh(mesh):
+            run = gradient(in_shardings=where, out_shardings=out)
+            value, grads = run(jax.device_put(params, where[0]), jax.device_put(inputs, where[1]))
+        spread = {len(leaf.sharding.device_set) for leaf in jax.tree.leaves(grads)}
+        assert spread == {8}
+        np.testing.assert_allclose(value, expected[0], rtol=1e-5)
+        for (path, ours), theirs in zip(
+            jax.tree.leaves_with_path(grads), jax.tree.leaves(expected[1]), strict=True
+        ):
+            scale = np.abs(theirs).max()
+            error = np.abs(np.asarray(ours) - theirs).max()
+            name = jax.tree_util.keystr(path)
+            # Engram's gate has an infinite slope at a score of 0, behind which its own parameters
+            # and the embedding lie.
+            tolerance = 1e-3 if "engram" in name or "embed" in name else 1e-5
+            assert error <= tolerance * scale, f"{sizes} {name}: {error} of {scale}"
+        print(f"{sizes} equal", flush=True)
+
+
+if __name__ == "__main__":
+    main()
