@@ -73,7 +73,8 @@ def _step(
     touched: jax.Array,
     compact_gradient: Callable[[jax.Array], jax.Array],
     full_gradient: Callable[[], jax.Array],
-    write: Callable[[jax.Array | None, jax.Array], jax.Array],
+    base: jax.Array,
+    write: Callable[[jax.Array, jax.Array | None, jax.Array], jax.Array],
 ) -> tuple[jax.Array, TableRows]:
     """One step of one table.
 
@@ -84,8 +85,11 @@ def _step(
         touched: bool [m].
         compact_gradient: i32[C] row numbers (m: none) -> their gradients [C, n], 0 for none.
         full_gradient: -> [m, n]; called where the rows do not fit.
-        write: (row numbers, their balanced updates [C, n]), or (None, all of them [m, n]) -> the
-            first result.
+        base: [m, n], what is written to.
+        write: (base, row numbers or None for all, balanced updates [C, n] or [m, n]) -> [m, n].
+
+    Returns:
+        (what was written, new state).
     """
     size = touched.shape[0]
     wide = rows.norm.dtype
@@ -111,26 +115,31 @@ def _step(
     active = jnp.nonzero(keep, size=hyper.capacity, fill_value=size)[0]
     fits = (jnp.sum(touched) <= hyper.capacity) & (jnp.sum(keep) <= hyper.capacity)
 
-    def few(rows):
-        place = jnp.full(size, hyper.capacity, jnp.int32)
-        place = place.at[chosen].set(jnp.arange(hyper.capacity, dtype=jnp.int32), mode="drop")
-        slots = place.at[active].get(mode="fill", fill_value=hyper.capacity)
-        idle = gather(rows.momentum, active).astype(wide) * decay(gather(rows.last, active), 1)
-        matrix = jnp.where((slots < hyper.capacity)[:, None], gather(averaged, slots), idle)
-        balanced = sinkhorn(
-            matrix,
-            iterations=hyper.iterations,
-            eps=hyper.eps,
-            keep=active < size,
-            dtype=hyper.compute_dtype,
-        )
-        return write(active, balanced), TableRows(
-            rows.momentum.at[chosen].set(new, mode="drop"),
-            rows.norm.at[chosen].set(norms(new.astype(wide), -1), mode="drop"),
-            rows.last.at[chosen].set(count, mode="drop"),
-        )
+    # In a step that does not fit nothing is written here, and the loop below runs once.
+    written = jnp.where(fits, chosen, size)
+    new_rows = TableRows(
+        rows.momentum.at[written].set(new, mode="drop"),
+        rows.norm.at[written].set(norms(new.astype(wide), -1), mode="drop"),
+        rows.last.at[written].set(count, mode="drop"),
+    )
 
-    def all_rows(rows):
+    # The rows to balance: the touched ones from above, the others from what they have decayed to.
+    # Read after the writes, or XLA would copy the table to keep both.
+    place = jnp.full(size, hyper.capacity, jnp.int32)
+    place = place.at[chosen].set(jnp.arange(hyper.capacity, dtype=jnp.int32), mode="drop")
+    slots = place.at[active].get(mode="fill", fill_value=hyper.capacity)
+    idle = gather(new_rows.momentum, active).astype(wide) * decay(gather(new_rows.last, active), 1)
+    balanced = sinkhorn(
+        jnp.where((slots < hyper.capacity)[:, None], gather(averaged, slots), idle),
+        iterations=hyper.iterations,
+        eps=hyper.eps,
+        keep=active < size,
+        dtype=hyper.compute_dtype,
+    )
+    result = write(base, jnp.where(fits, active, size), balanced)
+
+    def all_rows(carry):
+        _, result, rows = carry
         decayed = rows.momentum.astype(wide) * decay(rows.last, -1)
         balanced, momentum = sinkhorn_update(
             full_gradient(),
@@ -143,9 +152,14 @@ def _step(
             implementation=hyper.implementation,
         )
         last = jnp.full_like(rows.last, 0) + count
-        return write(None, balanced), TableRows(momentum, norms(momentum.astype(wide), -1), last)
+        rows = TableRows(momentum, norms(momentum.astype(wide), -1), last)
+        return jnp.zeros((), bool), write(result, None, balanced), rows
 
-    return jax.lax.cond(fits, few, all_rows, rows)
+    # A loop of no or one turn: unlike the operands of a conditional, its state is updated in place.
+    _, result, new_rows = jax.lax.while_loop(
+        lambda carry: carry[0], all_rows, (~fits, result, new_rows)
+    )
+    return result, new_rows
 
 
 def scale_by_sinkhorn_rows(
@@ -225,11 +239,9 @@ def scale_by_sinkhorn_rows(
         return SinkhornRowsState(jnp.zeros((), jnp.int32), *map(field, TableRows._fields))
 
     def one(grad, rows, count):
-        def write(indices, balanced):
+        def write(base, indices, balanced):
             scaled = (balanced * gamma).astype(grad.dtype)
-            if indices is None:
-                return scaled
-            return jnp.zeros_like(grad).at[indices].set(scaled, mode="drop")
+            return scaled if indices is None else base.at[indices].set(scaled, mode="drop")
 
         return _step(
             hyper,
@@ -238,6 +250,7 @@ def scale_by_sinkhorn_rows(
             jnp.any(grad != 0, axis=1),
             lambda indices: grad.at[indices].get(mode="fill", fill_value=0),
             lambda: grad,
+            jnp.zeros_like(grad),
             write,
         )
 
@@ -282,8 +295,9 @@ def sinkhorn_rows_update(
 ) -> tuple[jax.Array, TableRows]:
     r"""One Sinkhorn-balanced step from a row-sparse gradient, in place where `table` is donated.
 
-    Nothing of the table's full size is read or written, except for vectors with one number a row
-    (and in a step that does not fit, see `scale_by_sinkhorn_rows`).
+    Nothing of the table's full size is read or written, except for vectors with one number a row,
+    and in a step that does not fit (see `scale_by_sinkhorn_rows`). XLA sets memory aside for such a
+    step, about three times the table.
 
     Args:
         table: float[m, n].
@@ -330,9 +344,9 @@ def sinkhorn_rows_update(
     def full_gradient():
         return jnp.zeros(table.shape, wide).at[rows].add(values.astype(wide), mode="drop")
 
-    def write(indices, balanced):
-        change = (-learning_rate * gamma * balanced).astype(table.dtype)
-        return table + change if indices is None else table.at[indices].add(change, mode="drop")
+    def write(base, indices, balanced):
+        change = (-learning_rate * gamma * balanced).astype(base.dtype)
+        return base + change if indices is None else base.at[indices].add(change, mode="drop")
 
     return _step(
         hyper,
@@ -341,5 +355,6 @@ def sinkhorn_rows_update(
         touched,
         compact_gradient,
         full_gradient,
+        table,
         write,
     )
