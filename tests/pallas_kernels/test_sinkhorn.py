@@ -68,6 +68,13 @@ def test_empty_column_stays_empty():
     np.testing.assert_allclose(update, numpy_optimizers.sinkhorn(matrix), atol=1e-5)
 
 
+def test_masked_row_that_dominates_a_column():
+    """Its entry times that column's scale overflows; it must not matter."""
+    matrix = np.array([[1e-2, 9e-22], [2e-8, 1e-6]])
+    update = sinkhorn(jnp.asarray(matrix, jnp.float32))
+    np.testing.assert_allclose(update, numpy_optimizers.sinkhorn(matrix), atol=1e-5)
+
+
 def test_zeros_give_zeros_and_nan_is_not_hidden():
     zeros = jnp.zeros((4, 3))
     update, momentum = sinkhorn_update(zeros, zeros)
