@@ -145,7 +145,7 @@ class Unit(nn.Module):
         if teacher:
             visible = context.main[head_spec.ratio]
             scores = student_scores(head.index_query, head.shared, visible, self.kernels.indexer)
-            aux = aux._replace(indexer_kl=indexer_kl(carry.mass, scores))
+            aux = aux._replace(indexer_kl=indexer_kl(carry.mass, scores, context.valid))
         return carry.residual, (aux, head.shared if self.keep_shared else None)
 
     def _block(self, *, in_loop: bool) -> type[nn.Module]:

@@ -28,8 +28,9 @@ class Outputs(NamedTuple):
     Attributes:
         hidden: [B, T, d], input of the head, in `config.dtype`.
         balance_loss: float32 scalar, sequence-wise balance loss, mean over layers.
-        indexer_kl: float32 scalar, the indexers' losses summed over index sources; 0 unless the
-            model was built with `indexer_loss`.
+        indexer_kl: float32 scalar, the indexers' losses, each a mean over the tokens of documents
+            (`v41flash.nn.index_loss`), summed over index sources; 0 unless the model was built with
+            `indexer_loss`.
         max_main_kv: float32 scalar, largest absolute entry of the shared caches. RMSNorm and the
             orthogonality of RoPE bound it by sqrt(head_dim) * max|norm weight|.
     """

@@ -40,22 +40,26 @@ def student_scores(
     return jnp.where(shared.indices >= 0, scores, -jnp.inf)
 
 
-def indexer_kl(mass: jax.Array, scores: jax.Array) -> jax.Array:
-    """Mean over queries that see any entry of KL(teacher || student), in nats.
+def indexer_kl(mass: jax.Array, scores: jax.Array, valid: jax.Array) -> jax.Array:
+    """Mean over the tokens of documents of KL(teacher || student), in nats.
+
+    A query without any entry, as the first of a document can be, counts as 0. So the mean of a
+    batch is that of its parts weighted by their tokens.
 
     Args:
         mass: float32 [B, T, K], unnormalised teacher; 0 where scores are -inf.
         scores: float32 [B, T, K], -inf where there is no entry.
+        valid: bool [B, T], False on padding.
 
     Returns:
-        float32 scalar, differentiable in `scores` alone.
+        float32 scalar, differentiable in `scores` alone; 0 without any token.
     """
-    present = scores > -jnp.inf
+    present = (scores > -jnp.inf) & valid[..., None]
     mass = jnp.where(present, jax.lax.stop_gradient(mass), 0.0)
     total = jnp.sum(mass, axis=-1, keepdims=True)
     teacher = mass / jnp.where(total > 0, total, 1.0)
     # A finite stand-in keeps the gradient of rows without any entry free of NaN.
     student = jax.nn.log_softmax(jnp.where(present, scores, -1e30), axis=-1)
     log_teacher = jnp.log(jnp.where(teacher > 0, teacher, 1.0))
-    kl = jnp.sum(jnp.where(present, teacher * (log_teacher - student), 0.0), axis=-1)
-    return jnp.sum(kl) / jnp.maximum(jnp.sum(total[..., 0] > 0), 1)
+    kl = jnp.sum(jnp.where(present, teacher * (log_teacher - student), 0.0))
+    return kl / jnp.maximum(jnp.sum(valid), 1)

@@ -65,7 +65,7 @@ def compiled(config: ModelConfig, layers: tuple[int, ...]):
             if result.index_query is not None:
                 visible = context.main[config.layers[layer].ratio]
                 scores = student_scores(result.index_query, shared, visible, None)
-                kl = indexer_kl(result.mass, scores)
+                kl = indexer_kl(result.mass, scores, context.valid)
             results.append((result, state["intermediates"], kl))
         return results
 
