@@ -1,7 +1,8 @@
 """Choosing one of several implementations of an op.
 
 Each op folder lists what it has in a mapping from name to function. A caller asks for one name, for
-a sequence to be tried in order, or for nothing (the op's own order of preference). Only
+a sequence to be tried in order, or for nothing (the op's own order of preference). A sequence may
+serve several ops, so names that an op lacks are passed over in it. Beyond that only
 `NotImplementedError` moves on to the next candidate: it is how a backend says that this device,
 dtype or shape is not for it. Anything else is a fault and propagates.
 """
@@ -35,8 +36,8 @@ def dispatch(
     Args:
         op: the op's name, for messages.
         implementations: name -> function, most preferred first.
-        requested: one name (no fallback), a sequence of names (tried in order), or None (all of
-            `implementations`, in their order).
+        requested: one name (no fallback), a sequence of names (those that exist are tried in
+            order), or None (all of `implementations`, in their order).
         *args: positional arguments of the op.
         **kwargs: keyword arguments of the op.
 
@@ -44,8 +45,8 @@ def dispatch(
         What the implementation returns.
 
     Raises:
-        ValueError: a requested name does not exist.
-        NotImplementedError: the one requested implementation declines.
+        ValueError: no requested name exists.
+        NotImplementedError: the one implementation that comes into question declines.
         ExceptionGroup: every candidate of a sequence declines.
     """
     if requested is None:
@@ -54,11 +55,10 @@ def dispatch(
         names = (requested,)
     else:
         names = tuple(requested)
-    unknown = [name for name in names if name not in implementations]
-    if unknown or not names:
+    names = tuple(name for name in names if name in implementations)
+    if not names:
         raise ValueError(
-            f"{op}: no implementation {unknown or requested!r}; there is "
-            f"{', '.join(implementations)}"
+            f"{op}: no implementation {requested!r}; there is {', '.join(implementations)}"
         )
     declined = []
     for name in names:

@@ -53,10 +53,17 @@ def test_all_refusals_are_reported_together():
     ]
 
 
-@pytest.mark.parametrize("requested", ["fats", ("slow", "fats")])
-def test_unknown_name(requested):
-    with pytest.raises(ValueError, match=r"my op: no implementation \['fats'\]; there is slow, b"):
+@pytest.mark.parametrize("requested", ["fats", ("fats",), ("fats", "lost")])
+def test_unknown_names(requested):
+    with pytest.raises(ValueError, match="my op: no implementation .*'fats'.*; there is slow, b"):
         dispatch("my op", {"slow": fail, "b": fail}, requested)
+
+
+def test_a_sequence_passes_over_names_that_the_op_lacks():
+    implementations = {"fast": named("fast"), "slow": named("slow")}
+    assert dispatch("op", implementations, ("another", "slow", "fast"))[0] == "slow"
+    with pytest.raises(NotImplementedError, match="another device"):
+        dispatch("op", {"fast": decline}, ("another", "fast"))
 
 
 def test_empty_sequence():
