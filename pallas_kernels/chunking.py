@@ -5,6 +5,7 @@ Attention-like ops differ in what a chunk computes, not in how their queries are
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -20,8 +21,19 @@ ACCELERATOR_BUDGET_BYTES = 512 * 2**20
 SMALLEST_CHUNK = 64
 
 
+def _devices() -> int:
+    """Devices that the compiler spreads the present computation over."""
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
+    return math.prod(size for size, kind in kinds if kind != jax.sharding.AxisType.Manual)
+
+
 def chunk_size(queries: int, batch: int, bytes_per_query: int, multiple: int = 1) -> int:
     """Queries per chunk whose largest temporary stays near the budget of the default backend.
+
+    Under a mesh (`jax.set_mesh`) the budget is that of all its devices, over which the temporary is
+    taken to be spread evenly; inside `jax.shard_map` shapes are local already, and so is the
+    budget. Without a mesh in force the computation counts as one device's.
 
     Args:
         queries: T, the number of queries of one batch row.
@@ -34,7 +46,7 @@ def chunk_size(queries: int, batch: int, bytes_per_query: int, multiple: int = 1
     """
     on_cpu = jax.default_backend() == "cpu"
     budget = CPU_BUDGET_BYTES if on_cpu else ACCELERATOR_BUDGET_BYTES
-    limit = max(SMALLEST_CHUNK, budget // max(1, batch * bytes_per_query))
+    limit = max(SMALLEST_CHUNK, budget * _devices() // max(1, batch * bytes_per_query))
     chunks = -(-queries // limit)
     return max(1, -(-queries // (chunks * multiple))) * multiple
 
