@@ -23,11 +23,12 @@ def grouped_matmul(
 
     The first group_sizes[0] rows belong to expert 0, the next group_sizes[1] to expert 1, and on.
     Exact and dropless for any sizes, empty groups and one group of everything included.
-    Differentiable in x and w; accumulates in fp32, the weight gradient too.
+    Differentiable in x and w; accumulates in fp32. The gradient of an fp32 weight is that sum over
+    rows, unrounded, whatever the dtype of x.
 
     Args:
         x: float[M, K], rows sorted by expert.
-        w: [E, K, N], of the same dtype.
+        w: [E, K, N], of the same dtype or fp32 (then rounded to the dtype of x for the product).
         group_sizes: int32[E], not negative, of sum at most M (not checked: they are traced values).
         implementation: see `pallas_kernels.dispatch`.
 

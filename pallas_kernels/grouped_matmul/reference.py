@@ -80,7 +80,7 @@ def _dot(a: jax.Array, b: jax.Array, axes: tuple[int, int]) -> jax.Array:
 
 @jax.custom_vjp
 def _grouped_matmul(x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    rows = x.shape[0]
+    rows, w = x.shape[0], w.astype(x.dtype)
     plan = _plan(group_sizes, rows, block_rows(rows, w.shape[0]))
 
     def multiply(_: None, block: tuple[jax.Array, jax.Array]) -> tuple[None, jax.Array]:
@@ -96,8 +96,8 @@ def _forward(x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> tuple[jax.Ar
 
 
 def _backward(residuals: tuple, grad: jax.Array) -> tuple[jax.Array, jax.Array, None]:
-    x, w, group_sizes = residuals
-    rows = x.shape[0]
+    x, weight, group_sizes = residuals
+    rows, w = x.shape[0], weight.astype(x.dtype)
     plan = _plan(group_sizes, rows, block_rows(rows, w.shape[0]))
 
     def multiply(
@@ -111,7 +111,7 @@ def _backward(residuals: tuple, grad: jax.Array) -> tuple[jax.Array, jax.Array, 
     blocks = (plan.expert_P, _take(x, plan.row_PxR), _take(grad, plan.row_PxR))
     grad_w, grad_x_PxRxK = lax.scan(multiply, jnp.zeros(w.shape, jnp.float32), blocks)
     grad_x = _take(grad_x_PxRxK.reshape(-1, w.shape[1]), plan.slot_M)
-    return grad_x, grad_w.astype(w.dtype), None
+    return grad_x, grad_w.astype(weight.dtype), None
 
 
 _grouped_matmul.defvjp(_forward, _backward)
@@ -127,8 +127,10 @@ def grouped_matmul(x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Ar
             f"grouped_matmul: group_sizes is {group_sizes.dtype}{list(group_sizes.shape)}; "
             f"must be int32[{w.shape[0]}], one a weight"
         )
-    if x.dtype != w.dtype:
-        raise ValueError(f"grouped_matmul: x is {x.dtype}, w is {w.dtype}; must be the same")
+    if w.dtype not in (x.dtype, jnp.float32):
+        raise ValueError(
+            f"grouped_matmul: x is {x.dtype}, w is {w.dtype}; must be the same, or w float32"
+        )
     if not x.shape[0]:
         return jnp.zeros((0, w.shape[2]), x.dtype)
     return _grouped_matmul(x, w, group_sizes)

@@ -62,6 +62,15 @@ def test_bfloat16_accumulates_in_fp32(implementation):
     check(x, w, sizes, grad, BF16_TOLERANCE, implementation)
 
 
+def test_a_float32_weight_of_bfloat16_rows_gets_a_float32_gradient():
+    x, w, sizes = arguments(Case((5, 0, 700, 11), rows=720, inner=33))
+    x = x.astype(jnp.bfloat16)
+    grad = np.random.default_rng(2).normal(size=(len(x), w.shape[2])).astype(jnp.bfloat16)
+    check(x, w, sizes, grad, BF16_TOLERANCE)
+    _, _, grad_w = with_gradients(x, w, sizes, grad)
+    np.testing.assert_allclose(grad_w, loop(x, w, sizes, grad)[2], atol=1e-4)
+
+
 @hypothesis.settings(max_examples=40, deadline=None)
 @hypothesis.given(cuts=st.lists(st.integers(0, 41), min_size=5, max_size=5))
 def test_any_sizes(cuts):
@@ -114,7 +123,7 @@ def test_padding_is_bounded():
         ({"w": np.ones((4, 5, 10), np.float32)}, r"must be \[M,K\] and \[E,K,N\]"),
         ({"group_sizes": np.zeros(3, np.int32)}, r"must be int32\[4\]"),
         ({"group_sizes": np.zeros(4, np.float32)}, r"must be int32\[4\]"),
-        ({"x": np.ones((37, 6), jnp.bfloat16)}, "x is bfloat16, w is float32"),
+        ({"w": np.ones((4, 6, 10), jnp.bfloat16)}, "x is float32, w is bfloat16"),
     ],
 )
 def test_arguments_that_do_not_fit(change, message):

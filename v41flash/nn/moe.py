@@ -3,6 +3,9 @@
 Every token goes to its top-k experts; none is dropped. The router's selection biases get no
 gradient: after each step `update_router_bias` moves them towards equal load, text and image tokens
 apart.
+
+On a mesh this is correct but not yet spread: assignments are sorted over the whole batch, so the
+compiler gathers all rows, and every device multiplies all of them by the experts that it holds.
 """
 
 from __future__ import annotations
@@ -142,7 +145,7 @@ class MoE(nn.Module):
 
     def _grouped(self, x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
         return grouped_matmul.grouped_matmul(
-            x, weight.astype(x.dtype), sizes, implementation=self.kernels.grouped_matmul
+            x, weight, sizes, implementation=self.kernels.grouped_matmul
         )
 
     def _swiglu(self, up: jax.Array, weight: jax.Array | None) -> jax.Array:
