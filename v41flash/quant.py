@@ -14,33 +14,37 @@ import functools
 import jax
 
 from pallas_kernels import fp4
+from pallas_kernels.dispatch import Implementation
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _straight_through(x: jax.Array, fmt: str) -> jax.Array:
-    return fp4.fake_quantize(x, fmt)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _straight_through(x: jax.Array, fmt: str, implementation: Implementation) -> jax.Array:
+    return fp4.fake_quantize(x, fmt, implementation=implementation)
 
 
-def _forward(x: jax.Array, fmt: str) -> tuple[jax.Array, None]:
-    return fp4.fake_quantize(x, fmt), None
+def _forward(x: jax.Array, fmt: str, implementation: Implementation) -> tuple[jax.Array, None]:
+    return _straight_through(x, fmt, implementation), None
 
 
-def _backward(fmt: str, _: None, gradient: jax.Array) -> tuple[jax.Array]:
-    del fmt
+def _backward(
+    fmt: str, implementation: Implementation, _: None, gradient: jax.Array
+) -> tuple[jax.Array]:
+    del fmt, implementation
     return (gradient,)
 
 
 _straight_through.defvjp(_forward, _backward)
 
 
-def fake_quantize(x: jax.Array, fmt: str) -> jax.Array:
+def fake_quantize(x: jax.Array, fmt: str, implementation: Implementation = None) -> jax.Array:
     """Rounds `x` to the values that a cache in format `fmt` can hold.
 
     Args:
         x: [..., D], any float dtype; blocks run along the last axis.
         fmt: "fp4", "mxfp4" or "fp8" (see `pallas_kernels.fp4`), or "none" for no rounding.
+        implementation: of `pallas_kernels.fp4`: a name, a tuple of names, or None.
 
     Returns:
         The rounded values, shape and dtype of `x`. The gradient passes through unchanged.
     """
-    return x if fmt == "none" else _straight_through(x, fmt)
+    return x if fmt == "none" else _straight_through(x, fmt, implementation)

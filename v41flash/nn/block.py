@@ -13,8 +13,7 @@ from v41flash.kernels import Kernels
 from v41flash.nn.context import Context
 from v41flash.nn.csa2 import CSA2, SharedKV
 from v41flash.nn.engram import Engram
-from v41flash.nn.index_loss import indexer_kl, student_scores
-from v41flash.nn.indexer import IndexQuery
+from v41flash.nn.index_loss import Lesson, indexer_kl
 from v41flash.nn.mhc import HyperConnection, Residual
 from v41flash.nn.moe import MoE
 
@@ -28,12 +27,11 @@ class Carry(NamedTuple):
 
     Attributes:
         residual: the residual streams.
-        mass: float32 [B, T, K or G], teacher of the indexer's loss summed over the unit's layers so
-            far, or None.
+        lesson: contribution of the unit's layers so far to the indexer's loss, or None.
     """
 
     residual: Residual
-    mass: jax.Array | None
+    lesson: Lesson | None
 
 
 class LayerAux(NamedTuple):
@@ -54,13 +52,6 @@ class LayerAux(NamedTuple):
         return jax.tree.map(lambda *leaves: jnp.stack(leaves), self, other).reduce()
 
 
-class HeadResult(NamedTuple):
-    """What an index-source (or window) layer leaves for the Reuse layers behind it."""
-
-    shared: SharedKV | None
-    index_query: IndexQuery | None
-
-
 class Block(nn.Module):
     """Engram where it is due, attention, mixture of experts: one layer."""
 
@@ -72,7 +63,7 @@ class Block(nn.Module):
     @nn.compact
     def __call__(
         self, carry: Carry, shared: SharedKV | None, context: Context
-    ) -> tuple[Carry, tuple[LayerAux, HeadResult | None]]:
+    ) -> tuple[Carry, tuple[LayerAux, SharedKV | None]]:
         """Runs the layer.
 
         Args:
@@ -81,7 +72,7 @@ class Block(nn.Module):
             context: of the batch.
 
         Returns:
-            (new carry, (scalars, what a head layer leaves; None from a Reuse layer)).
+            (new carry, (scalars, what the layer hands on; None from a Reuse layer)).
         """
         cfg, spec = self.config, self.spec
         residual, streams = carry.residual, None
@@ -97,14 +88,12 @@ class Block(nn.Module):
         )
         out, balance_loss = MoE(cfg, self.kernels, name="ffn")(x, context)
         self.sow("intermediates", "ffn_out", out)
-        mass = attention.mass
-        if mass is not None and carry.mass is not None:
-            mass = carry.mass + mass
+        lesson = attention.lesson
+        if carry.lesson is not None:
+            lesson = jax.tree.map(jnp.add, carry.lesson, lesson)
         aux = LayerAux(balance_loss, jnp.zeros(()), attention.max_main_kv)
-        head = None
-        if spec.mode != "reuse":
-            head = HeadResult(attention.shared, attention.index_query)
-        return Carry(residual._replace(out=out), mass), (aux, head)
+        made = None if spec.mode == "reuse" else attention.shared
+        return Carry(residual._replace(out=out), lesson), (aux, made)
 
 
 class Unit(nn.Module):
@@ -127,7 +116,7 @@ class Unit(nn.Module):
         # compiler would, and so keep everything, unless told not to.
         first = self._block(in_loop=self.group.repeats > 1)
         first = first(cfg, head_spec, self.kernels, teacher, name="first")
-        carry, (aux, head) = first(Carry(residual, None), shared, context)
+        carry, (aux, made) = first(Carry(residual, None), shared, context)
         if self.group.reuse:
             scanned = nn.scan(
                 self._block(in_loop=True),
@@ -140,13 +129,20 @@ class Unit(nn.Module):
             reuse = scanned(
                 cfg, cfg.layers[self.group.start + 1], self.kernels, teacher, name="reuse"
             )
-            carry, (reuse_aux, _) = reuse(carry, head.shared, context)
+            carry, (reuse_aux, _) = reuse(carry, made, context)
             aux = aux.join(reuse_aux.reduce())
         if teacher:
-            visible = context.main[head_spec.ratio]
-            scores = student_scores(head.index_query, head.shared, visible, self.kernels.indexer)
-            aux = aux._replace(indexer_kl=indexer_kl(carry.mass, scores, context.valid))
-        return carry.residual, (aux, head.shared if self.keep_shared else None)
+            kl = indexer_kl(
+                carry.lesson,
+                1 + self.group.reuse,
+                made.index_query,
+                made.index_keys,
+                made.indices,
+                context.valid,
+                self.kernels,
+            )
+            aux = aux._replace(indexer_kl=kl)
+        return carry.residual, (aux, made if self.keep_shared else None)
 
     def _block(self, *, in_loop: bool) -> type[nn.Module]:
         # Initialisation wants the parameters alone; rematerialised code would not be dropped as

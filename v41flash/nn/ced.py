@@ -14,9 +14,10 @@ import jax.numpy as jnp
 
 from pallas_kernels import mhc
 from v41flash.config import LayerGroup, ModelConfig
+from v41flash.config_checks import DOCUMENT_ALIGNMENT as ALIGNMENT
 from v41flash.kernels import Kernels
 from v41flash.nn.block import LayerAux, Unit
-from v41flash.nn.context import ALIGNMENT, make_context
+from v41flash.nn.context import make_context
 from v41flash.nn.linear import contract
 from v41flash.nn.mhc import Residual
 from v41flash.sharding import constrain, partitioned
@@ -31,8 +32,9 @@ class Outputs(NamedTuple):
         indexer_kl: float32 scalar, the indexers' losses, each a mean over the tokens of documents
             (`v41flash.nn.index_loss`), summed over index sources; 0 unless the model was built with
             `indexer_loss`.
-        max_main_kv: float32 scalar, largest absolute entry of the shared caches. RMSNorm and the
-            orthogonality of RoPE bound it by sqrt(head_dim) * max|norm weight|.
+        max_main_kv: float32 scalar, largest absolute entry of the shared caches before they are
+            rounded to `main_kv_format`. RMSNorm and the orthogonality of RoPE bound it by
+            sqrt(head_dim) * max|norm weight|, up to the rounding of `config.dtype`.
     """
 
     hidden: jax.Array

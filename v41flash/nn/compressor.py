@@ -6,9 +6,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.rms_norm import rms_norm
 from v41flash.config import ModelConfig
 from v41flash.nn.linear import contract
-from v41flash.nn.norms import rms_norm
 from v41flash.sharding import partitioned
 
 

@@ -1,8 +1,8 @@
 """What every layer knows of the rows it is given: positions, visible ranges, tables.
 
 Packing, causality and replay all reduce to ranges per query, so that no layer or kernel needs to
-know about documents. Documents start at multiples of `ALIGNMENT` in the packed row, so that
-compression groups never straddle two of them.
+know about documents. Documents start at multiples of `config_checks.DOCUMENT_ALIGNMENT` in the
+packed row, so that compression groups never straddle two of them.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from v41flash.config import ModelConfig
 from v41flash.nn import rope
-
-ALIGNMENT = 8
 
 
 class Ranges(NamedTuple):
@@ -45,7 +44,7 @@ class Context(NamedTuple):
     angles: dict[str, rope.RopeTable]
 
 
-def rope_frequencies(config: ModelConfig) -> dict[str, jax.Array]:
+def rope_frequencies(config: ModelConfig) -> dict[str, np.ndarray]:
     """The two frequency tables of the model: "window" (plain) and "compressed" (YaRN)."""
     return {
         "window": rope.frequencies(config.qk_rope_head_dim, config.rope_theta),

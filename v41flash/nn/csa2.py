@@ -21,32 +21,36 @@ from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels import indexer as indexer_op
 from pallas_kernels import sparse_attention as attention_op
+from pallas_kernels.rms_norm import rms_norm
 from v41flash import quant
 from v41flash.config import LayerSpec, ModelConfig
 from v41flash.kernels import Kernels
 from v41flash.nn import rope
 from v41flash.nn.compressor import Compressor
 from v41flash.nn.context import Context
+from v41flash.nn.index_loss import Lesson, teach
 from v41flash.nn.indexer import Indexer, IndexQuery, select
 from v41flash.nn.linear import contract
-from v41flash.nn.norms import rms_norm
 from v41flash.sharding import partitioned
 
 
 class SharedKV(NamedTuple):
-    """What a layer hands to the next. Full replaces all four, Reindex the selection, Reuse nothing.
+    """What a layer hands to the next. Full replaces all of it, Reindex the selection and its query,
+    Reuse nothing.
 
     Attributes:
         main_rows: [B, G, D] cached entries, rotated and rounded.
         index_keys: [B, G, Di].
         indices: int32 [B, T, K] ascending, -1 padded; None while every visible entry is selected.
         pool: candidate blocks, or None.
+        index_query: what selected; None where the indexer's loss is not asked for.
     """
 
     main_rows: jax.Array
     index_keys: jax.Array
     indices: jax.Array | None
     pool: indexer_op.Pool | None
+    index_query: IndexQuery | None
 
 
 class AttentionResult(NamedTuple):
@@ -55,16 +59,14 @@ class AttentionResult(NamedTuple):
     Attributes:
         out: [B, T, d].
         shared: SharedKV after this layer.
-        index_query: of an index-source layer, else None.
-        mass: float32 [B, T, K or G], head-summed probability on each selected entry; None where it
-            was not asked for.
-        max_main_kv: float32 scalar, largest absolute entry written to the shared cache.
+        lesson: contribution to the indexer's loss; None where it was not asked for.
+        max_main_kv: float32 scalar, largest absolute entry of the shared cache before it is
+            rounded to `main_kv_format`; 0 where the layer makes none.
     """
 
     out: jax.Array
     shared: SharedKV | None
-    index_query: IndexQuery | None
-    mass: jax.Array | None
+    lesson: Lesson | None
     max_main_kv: jax.Array
 
 
@@ -75,7 +77,7 @@ class CSA2(nn.Module):
         config: the model.
         spec: mode, ratio and part of the layer.
         kernels: implementations to run.
-        teacher: also return `mass`, the teacher of the indexer's loss.
+        teacher: also contribute to the indexer's loss.
     """
 
     config: ModelConfig
@@ -112,7 +114,7 @@ class CSA2(nn.Module):
         if spec.mode == "full":
             self.compressor = Compressor(cfg, spec.ratio)
         if spec.mode in ("full", "reindex"):
-            self.indexer = Indexer(cfg, owns_keys=spec.mode == "full")
+            self.indexer = Indexer(cfg, self.kernels, owns_keys=spec.mode == "full")
 
     def query(self, x_BxTxd: jax.Array, angles: rope.RopeTable) -> tuple[jax.Array, jax.Array]:
         """(query latent [B, T, r], rotated queries [B, T, H, D])."""
@@ -125,15 +127,21 @@ class CSA2(nn.Module):
         kv = rms_norm(
             contract("btd,dk->btk", x_BxTxd, self.wkv), self.kv_norm, self.config.rms_norm_eps
         )
-        return quant.fake_quantize(rope.rotate(kv, angles), self.config.window_kv_format)
+        return quant.fake_quantize(
+            rope.rotate(kv, angles), self.config.window_kv_format, self.kernels.fp4
+        )
 
-    def make_cache(self, x_BxTxd: jax.Array, angles: rope.RopeTable) -> tuple[jax.Array, jax.Array]:
-        """(main rows [B, G, D], index keys [B, G, Di]) of a Full layer."""
+    def make_cache(
+        self, x_BxTxd: jax.Array, angles: rope.RopeTable
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """(main rows [B, G, D], index keys [B, G, Di], `max_main_kv`) of a Full layer."""
         latent = self.compressor(x_BxTxd)
         self.sow("intermediates", "latent", latent)
         entry_angles = angles.every(self.spec.ratio)
-        rows = quant.fake_quantize(rope.rotate(latent, entry_angles), self.config.main_kv_format)
-        return rows, self.indexer.keys(latent, entry_angles)
+        rotated = rope.rotate(latent, entry_angles)
+        largest = jnp.max(jnp.abs(jax.lax.stop_gradient(rotated))).astype(jnp.float32)
+        rows = quant.fake_quantize(rotated, self.config.main_kv_format, self.kernels.fp4)
+        return rows, self.indexer.keys(latent, entry_angles), largest
 
     def output(self, o_BxTxHxD: jax.Array, angles: rope.RopeTable) -> jax.Array:
         """Rotates the attention output back and projects it, group-wise, to [B, T, d]."""
@@ -151,16 +159,15 @@ class CSA2(nn.Module):
         angles = context.angles["compressed" if spec.ratio else "window"]
         latent, q = self.query(x_BxTxd, angles)
         window = self.window_rows(x_BxTxd, angles)
-        index_query = None
         max_main_kv = jnp.zeros((), jnp.float32)
         if spec.mode == "full":
-            main_rows, index_keys = self.make_cache(x_BxTxd, angles)
+            main_rows, index_keys, max_main_kv = self.make_cache(x_BxTxd, angles)
             main_rows = checkpoint_name(main_rows, "shared_kv")
             index_keys = checkpoint_name(index_keys, "shared_kv")
-            shared = SharedKV(main_rows, index_keys, None, None)
-            max_main_kv = jnp.max(jnp.abs(main_rows)).astype(jnp.float32)
+            shared = SharedKV(main_rows, index_keys, None, None, None)
         if spec.mode in ("full", "reindex"):
             index_query = self.indexer.query(x_BxTxd, latent, angles)
+            shared = shared._replace(index_query=index_query if self.teacher else None)
             if not cfg.dense_selection:
                 indices, pool = select(
                     cfg,
@@ -173,9 +180,18 @@ class CSA2(nn.Module):
                 )
                 shared = shared._replace(indices=indices, pool=pool)
         out, lse = self._attend(q, window, shared, context)
-        mass = None
+        lesson = None
         if self.teacher and spec.ratio:
-            mass = self._mass(q, lse, shared, context)
+            lesson = teach(
+                q,
+                jnp.logaddexp(lse, self.sink),
+                shared.main_rows,
+                shared.indices,
+                shared.index_query,
+                shared.index_keys,
+                context.main[spec.ratio],
+                self.kernels,
+            )
         if spec.mode in ("full", "reindex") and shared.indices is not None:
             self.sow("intermediates", "indices", shared.indices)
         if spec.pool == "make" and shared.pool is not None:
@@ -186,7 +202,7 @@ class CSA2(nn.Module):
             self.sow("intermediates", "comp_kv", shared.main_rows)
         self.sow("intermediates", "o_rot", out)
         projected = self.output(out, angles)
-        return AttentionResult(projected, shared, index_query, mass, max_main_kv)
+        return AttentionResult(projected, shared, lesson, max_main_kv)
 
     def _attend(
         self, q: jax.Array, window: jax.Array, shared: SharedKV | None, context: Context
@@ -211,16 +227,4 @@ class CSA2(nn.Module):
             window=cfg.sliding_window,
             implementation=self.kernels.sparse_attention,
             **main,
-        )
-
-    def _mass(self, q: jax.Array, lse: jax.Array, shared: SharedKV, context: Context) -> jax.Array:
-        visible = context.main[self.spec.ratio]
-        return attention_op.selected_mass(
-            q,
-            shared.main_rows,
-            shared.indices,
-            jnp.logaddexp(lse, self.sink),
-            main_lo=visible.lo,
-            main_hi=visible.hi,
-            implementation=self.kernels.sparse_attention,
         )

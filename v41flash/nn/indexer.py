@@ -1,7 +1,7 @@
 """The indexer: a small attention that scores cache entries and selects the few to attend to.
 
 A Full layer makes index keys and queries, a Reindex layer queries alone. Its inputs are detached:
-top-k passes no gradient, so the indexer learns only from the KL loss of `v41flash.nn.csa2`.
+top-k passes no gradient, so the indexer learns only from the KL loss of `v41flash.nn.index_loss`.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels import indexer as indexer_op
+from pallas_kernels.rms_norm import rms_norm
 from v41flash import quant
 from v41flash.config import ModelConfig
+from v41flash.kernels import Kernels
 from v41flash.nn import rope
 from v41flash.nn.context import Ranges
 from v41flash.nn.linear import contract
-from v41flash.nn.norms import rms_norm
 from v41flash.sharding import partitioned
 
 
@@ -34,6 +35,7 @@ class Indexer(nn.Module):
     """Index projections of one index-source layer; `owns_keys` on Full layers."""
 
     config: ModelConfig
+    kernels: Kernels
     owns_keys: bool
 
     def setup(self) -> None:
@@ -58,7 +60,7 @@ class Indexer(nn.Module):
         k = rms_norm(
             contract("bgk,kd->bgd", latent_BxGxD, self.wk), self.k_norm, self.config.rms_norm_eps
         )
-        k = quant.fake_quantize(rope.rotate(k, angles), self.config.index_format)
+        k = quant.fake_quantize(rope.rotate(k, angles), self.config.index_format, self.kernels.fp4)
         self.sow("intermediates", "k", k)
         return k
 
@@ -69,7 +71,7 @@ class Indexer(nn.Module):
         cfg = self.config
         x_BxTxd, q_latent_BxTxr = jax.lax.stop_gradient((x_BxTxd, q_latent_BxTxr))
         q = rope.rotate(contract("btr,rhd->bthd", q_latent_BxTxr, self.wq_b), angles)
-        q = quant.fake_quantize(q, cfg.index_format)
+        q = quant.fake_quantize(q, cfg.index_format, self.kernels.fp4)
         scale = (cfg.index_head_dim * cfg.index_n_heads) ** -0.5
         weights = contract("btd,dh->bth", x_BxTxd, self.weights_proj).astype(jnp.float32) * scale
         self.sow("intermediates", "q", q)

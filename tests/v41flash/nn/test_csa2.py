@@ -16,7 +16,7 @@ from v41flash.config import ModelConfig
 from v41flash.kernels import Kernels
 from v41flash.nn.context import make_context
 from v41flash.nn.csa2 import CSA2
-from v41flash.nn.index_loss import indexer_kl, student_scores
+from v41flash.nn.index_loss import indexer_kl
 
 T = 40
 FULL_M2, FULL_M1, REINDEX = 1, 3, 4
@@ -57,15 +57,12 @@ def compiled(config: ModelConfig, layers: tuple[int, ...]):
         for layer in layers:
             module = CSA2(config, config.layers[layer], Kernels(), teacher=True)
             variables = {"params": layer_params(config, params, layer)}
-            result, state = module.apply(
-                variables, x, shared, context, mutable=["intermediates"]
-            )
+            result, state = module.apply(variables, x, shared, context, mutable=["intermediates"])
             shared = result.shared
             kl = jnp.zeros(())
-            if result.index_query is not None:
-                visible = context.main[config.layers[layer].ratio]
-                scores = student_scores(result.index_query, shared, visible, None)
-                kl = indexer_kl(result.mass, scores, context.valid)
+            if result.lesson is not None:
+                source = shared.index_query, shared.index_keys, shared.indices
+                kl = indexer_kl(result.lesson, 1, *source, context.valid, Kernels())
             results.append((result, state["intermediates"], kl))
         return results
 
@@ -135,16 +132,14 @@ def test_the_pool_restricts_reindex_layers_alone(params, x):
 
 @pytest.mark.parametrize("layers", [(FULL_M2, FULL_M2 + 1), (FULL_M1, REINDEX)])
 def test_dense_selection_is_sparse_selection_of_everything(params, x, layers):
-    """Outputs, the teacher and the indexer's loss; and it differs where top-k leaves some out."""
+    """Outputs and the indexer's loss; and it differs where top-k leaves some out."""
     everything = samples.five_layers(index_topk=T, candidate_topk_blocks=T)
     dense = samples.five_layers(dense_selection=True)
-    entries = T // dense.layers[layers[0]].ratio
     ours = compiled(dense, layers)(params, x)
     theirs = compiled(everything, layers)(params, x)
     assert ours[-1][0].shared.indices is None
     for (a, _, a_kl), (b, _, b_kl) in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(a.out, b.out, atol=2e-6)
-        np.testing.assert_allclose(a.mass, b.mass[..., :entries], atol=1e-5)
         np.testing.assert_allclose(a_kl, b_kl, atol=1e-6)
     if layers[1] == REINDEX:
         few = compiled(samples.five_layers(), layers)(params, x)
@@ -153,16 +148,19 @@ def test_dense_selection_is_sparse_selection_of_everything(params, x, layers):
 
 @functools.partial(jax.jit, static_argnums=0, compiler_options=samples.QUICK_COMPILE)
 def cache_rows(fmt, attention_params, x):
+    """(cached entries, `max_main_kv`)."""
     config = samples.five_layers(main_kv_format=fmt)
     positions = jnp.arange(x.shape[1], dtype=jnp.int32)[None]
     angles = make_context(config, positions, positions * 0 + 1, None).angles["compressed"]
     module = CSA2(config, config.layers[FULL_M2], Kernels())
-    rows, _ = module.apply({"params": attention_params}, x, angles, method="make_cache")
-    return rows
+    rows, _, largest = module.apply({"params": attention_params}, x, angles, method="make_cache")
+    return rows, largest
 
 
 def test_cached_entries_are_bounded(params):
-    """|entry| <= sqrt(head_dim) max|norm weight|, and rounding to FP4 keeps that up to its step."""
+    """|entry| <= sqrt(head_dim) max|norm weight| before rounding, which is what `max_main_kv` is,
+    and rounding to FP4 keeps that up to its step.
+    """
     config = samples.five_layers()
     attention_params = layer_params(config, params, FULL_M2)
 
@@ -182,9 +180,10 @@ def test_cached_entries_are_bounded(params):
             # Latents with one channel that is not zero reach the bound.
             compressor["wkv"] = compressor["wkv"].at[:, 1:].set(0)
         own = dict(attention_params, compressor=compressor)
-        plain, rounded = (
-            np.asarray(cache_rows(fmt, own, x.astype(np.float32))) for fmt in ("none", "fp4")
-        )
+        plain, largest = cache_rows("none", own, x.astype(np.float32))
+        rounded, largest_of_rounded = cache_rows("fp4", own, x.astype(np.float32))
+        plain, rounded = np.asarray(plain), np.asarray(rounded)
+        assert largest == largest_of_rounded == np.abs(plain).max()
         bound = np.sqrt(config.head_dim) * np.abs(norm).max()
         assert np.abs(plain).max() <= bound * (1 + 1e-5)
         if one_channel:

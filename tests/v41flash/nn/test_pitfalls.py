@@ -63,8 +63,7 @@ COVERED = {
     ),
     "SwiGLU limit missing, also of the shared expert, or the gate cut from below": (
         f"{NN}test_moe.py::test_equals_a_loop_over_tokens",
-        f"{NN}test_moe.py::"
-        "test_the_limit_clamps_the_gate_from_above_and_the_input_from_both_sides",
+        f"{NN}test_moe.py::test_the_limit_clamps_the_gate_from_above_and_the_input_from_both_sides",
     ),
     "sinks never initialised": (f"{NN}test_pitfalls.py::test_sinks_start_at_zero",),
     "prefixes of some residue, shorter than m or the window, or across top-k": (
