@@ -17,7 +17,7 @@ import dataclasses
 
 import numpy as np
 
-ALIGNMENT = 8
+from v41flash.config_checks import DOCUMENT_ALIGNMENT as ALIGNMENT
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,13 +6,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import packed_rows
 from pallas_kernels.packed_rows import document_starts
 from tests.v41flash.nn import samples
+from train.data import packing
+from v41flash.config_checks import DOCUMENT_ALIGNMENT
+from v41flash.nn import ced
 from v41flash.nn.context import make_context
 
 # One token; shorter than m = 2's group plus one; longer than window and segment; the rest.
 LENGTHS = (1, 3, 37, 12)
 T = 76
+
+
+def test_kernels_and_packing_align_documents_alike():
+    assert packed_rows.ALIGNMENT == packing.ALIGNMENT == ced.ALIGNMENT == DOCUMENT_ALIGNMENT
 
 
 def mask(ranges, count):
