@@ -24,6 +24,7 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from pallas_kernels import indexer as indexer_op
+from tests.v41flash.nn.samples import QUICK_COMPILE
 from v41flash.checkpoints import names
 from v41flash.config import ModelConfig
 from v41flash.nn import ced
@@ -64,11 +65,18 @@ class Recorded:
 
     @classmethod
     def load(cls, folder: pathlib.Path) -> Recorded:
-        """Reads `folder`; FileNotFoundError names what is missing."""
+        """Reads `folder`; FileNotFoundError or ValueError names what is missing."""
         config = ModelConfig.from_hf(json.loads((folder / "config.json").read_text()))
-        weights = load_file(folder / "weights.safetensors")
+        file = folder / "weights.safetensors"
+        weights = load_file(file)
+
+        def read(name: str) -> np.ndarray:
+            if name not in weights:
+                raise ValueError(f"{file}: holds no tensor {name!r}")
+            return weights[name]
+
         token_map = json.loads((folder / "token_map.json").read_text())
-        params = jax.tree.map(jnp.asarray, names.to_params(config, weights.__getitem__))
+        params = jax.tree.map(jnp.asarray, names.to_params(config, read))
         hasher = EngramHasher.from_config(config, token_map["pad_compressed_id"])
         return cls(folder, config, params, hasher, np.asarray(token_map["compressed_id"]))
 
@@ -93,12 +101,11 @@ class Recorded:
         """jitted (params, *inputs) -> (intermediates, hidden [1, T, d], logits [1, T, V])."""
         model = self.model(fake_quantize)
 
-        @jax.jit
         def forward(params: Any, *inputs: jax.Array) -> Any:
             outputs, state = model.apply({"params": params}, *inputs, mutable=["intermediates"])
             return state["intermediates"], outputs.hidden, ced.logits(params, outputs.hidden)
 
-        return forward
+        return jax.jit(forward, compiler_options=QUICK_COMPILE)
 
     def run(
         self, fake_quantize: bool, tokens: np.ndarray, length: int | None = None
@@ -181,7 +188,11 @@ def _gap(score: np.ndarray, selected: np.ndarray, reachable: np.ndarray) -> np.n
 def computed(
     recorded: Recorded, kept: dict[str, Any], logits: np.ndarray, tokens: np.ndarray, key: str
 ) -> np.ndarray:
-    """Our value of the recorded array `key` (see `KEYS.md` beside the recorded folders)."""
+    """Our value of the recorded array `key` (see `KEYS.md` beside the recorded folders).
+
+    Raises:
+        KeyError: the model has no such value.
+    """
     config, length = recorded.config, len(tokens)
     if key == "logits":
         return logits
@@ -189,7 +200,10 @@ def computed(
         return recorded.compressed_ids[tokens]
     if key in TOP:
         return kept[TOP[key]][0][0, :length]
-    number, name = int(key[1:3]), key[4:]
+    name = _family(key)
+    number = int(key[1:3]) if name != key else config.num_hidden_layers
+    if number >= config.num_hidden_layers:
+        raise KeyError(key)
     if name == "x_out":
         return kept["x_out"][0][0, :length]
     layer = Layer(recorded, kept, number)
@@ -209,6 +223,8 @@ def computed(
         return _selection(layer, length, entries)
     if name == "idx.cand":
         return _pool_mask(layer, length, entries, config.candidate_block_size)
+    if not spec.ratio:
+        raise KeyError(key)
     source = Layer(recorded, kept, spec.kv_source)
     score = _index_scores(layer, source, length, entries, spec.ratio)
     if name == "idx.score":
@@ -219,7 +235,7 @@ def computed(
             pool = Layer(recorded, kept, config.candidate_source_layer_id)
             reachable &= _pool_mask(pool, length, entries, config.candidate_block_size)
         return _gap(score, _selection(layer, length, entries), reachable)
-    raise KeyError(f"{key}: not an array that this check knows")
+    raise KeyError(key)
 
 
 def compare(key: str, ours: np.ndarray, theirs: np.ndarray) -> tuple[float, float]:
@@ -242,16 +258,27 @@ def _family(key: str) -> str:
     return key[4:] if key[0] == "L" and key[1:3].isdigit() and key[3] == "." else key
 
 
+def _load(run: pathlib.Path, *needed: str) -> Any:
+    arrays = np.load(run, allow_pickle=False)
+    missing = [key for key in needed if key not in arrays]
+    if missing:
+        raise ValueError(f"{run}: holds no array {missing[0]!r}")
+    return arrays
+
+
 def check_run(recorded: Recorded, run: pathlib.Path, fake_quantize: bool) -> list[Family]:
     """Compares every array of a recorded forward pass."""
-    arrays = np.load(run, allow_pickle=False)
+    arrays = _load(run, "tokens")
     tokens = arrays["tokens"]
     kept, logits = recorded.run(fake_quantize, tokens)
     families: dict[str, Family] = {}
     for key in arrays.files:
         if key == "tokens":
             continue
-        ours = computed(recorded, kept, logits, tokens, key)
+        try:
+            ours = computed(recorded, kept, logits, tokens, key)
+        except KeyError:
+            raise ValueError(f"{run}: holds {key!r}, which this model does not have") from None
         error, ratio = compare(key, ours, arrays[key])
         name = _family(key)
         before = families.get(name, Family(name, 0, 0.0, 0.0, key))
@@ -268,10 +295,11 @@ def check_prefixes(recorded: Recorded, run: pathlib.Path) -> list[Family]:
     By causality they are the rows of one prefill of all tokens, and those of a few prefixes are
     also computed alone.
     """
-    arrays = np.load(run, allow_pickle=False)
+    modes = ("noquant", "fakequant")
+    arrays = _load(run, "tokens", *(f"prefill_logits.{mode}" for mode in modes))
     tokens = arrays["tokens"]
     families = []
-    for mode in ("noquant", "fakequant"):
+    for mode in modes:
         theirs = arrays[f"prefill_logits.{mode}"]
         _, whole = recorded.run(mode == "fakequant", tokens)
         name = f"prefill_logits.{mode}"

@@ -84,6 +84,38 @@ def test_a_right_folder_passes(one_run, capsys):
     assert all(line.startswith("ok") for line in out.splitlines())
 
 
+@pytest.mark.parametrize("key", ["L00.idx.k", "L00.idx.score", "L02.attn.mystery", "L77.x_in", "mystery"])
+def test_an_array_that_the_model_lacks_is_one_line(one_run, capsys, key):
+    file = one_run / "B_noquant.npz"
+    np.savez(file, **dict(np.load(file)), **{key: np.zeros(3)})
+    status, _, err = run_check(one_run, capsys)
+    assert (status, err) == (
+        1,
+        f"golden_check: {file}: holds {key!r}, which this model does not have\n",
+    )
+
+
+def test_a_missing_tensor_is_one_line(one_run, capsys):
+    file, name = one_run / "weights.safetensors", "layers.2.attn.indexer.wk.weight"
+    weights = load_file(file)
+    del weights[name]
+    save_file(weights, file)
+    status, _, err = run_check(one_run, capsys)
+    assert (status, err) == (1, f"golden_check: {file}: holds no tensor {name!r}\n")
+
+
+@pytest.mark.parametrize(
+    "run, key", [("B_noquant", "tokens"), ("E_decode", "prefill_logits.noquant")]
+)
+def test_a_missing_array_is_one_line(one_run, capsys, run, key):
+    (one_run / "B_noquant.npz").unlink()
+    arrays = dict(np.load(GOLDEN / "layout_i" / f"{run}.npz"))
+    del arrays[key]
+    np.savez(one_run / f"{run}.npz", **arrays)
+    status, _, err = run_check(one_run, capsys)
+    assert (status, err) == (1, f"golden_check: {one_run / run}.npz: holds no array {key!r}\n")
+
+
 @pytest.mark.parametrize("arguments", [[], ["a", "b"]])
 def test_usage_is_status_2_and_one_line(arguments, capsys):
     assert golden_check.main(["golden_check", *arguments]) == 2
