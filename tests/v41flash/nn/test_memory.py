@@ -1,7 +1,12 @@
-"""Forward and backward at 32,768 tokens fit in 8 GiB, and memory grows with the row, no faster."""
+"""Forward and backward at 32,768 tokens fit in 8 GiB, and memory grows with the row, no faster:
+with selected entries and, in the indexer's warm-up, with all of them.
+"""
 
+import dataclasses
 import functools
+import math
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -18,15 +23,17 @@ from v41flash.config import ModelConfig
 from v41flash.nn import ced
 
 LONG = 32_768
+DENSE = TRACED = 8_192
 LIMIT = 8 * 2**30
 # The CPU's default order of operations starts as many as it can at once and keeps the inputs of
 # all: three times the memory. This flag is read from the environment alone.
 DEPTH_FIRST = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
 
 
-def compiled(length):
-    """(executable of loss and gradients, its abstract arguments) for one row of `length`."""
+def step(length, **changes):
+    """(function to loss and gradients, its abstract arguments) for one row of `length`."""
     config = ModelConfig.from_dict(quickstart.get_config().model.to_dict())
+    config = dataclasses.replace(config, **changes)
     model = ced.CED(config, indexer_loss=True)
     row = jax.ShapeDtypeStruct((1, length), jnp.int32)
     rows = (*row.shape, config.num_engram_sites, config.engram_rows_per_token)
@@ -40,8 +47,16 @@ def compiled(length):
         entropy = losses.cross_entropy(head, outputs.hidden, inputs[0], mask)
         return entropy.nats / entropy.tokens + outputs.balance_loss + outputs.indexer_kl
 
-    lowered = jax.jit(jax.value_and_grad(loss)).lower(params, inputs)
-    return lowered.compile(), (params, inputs)
+    return jax.jit(jax.value_and_grad(loss)), (params, inputs)
+
+
+@pytest.mark.parametrize("dense", [False, True], ids=["selected", "dense"])
+def test_no_array_is_as_large_as_queries_times_entries(dense):
+    """In the traced step: the largest is far below the T x T/2 of the coarser cache."""
+    function, arguments = step(TRACED, dense_selection=dense)
+    shapes = re.findall(r"\[([\d,]+)\]", str(function.trace(*arguments).jaxpr))
+    largest = max(math.prod(map(int, shape.strip(",").split(","))) for shape in set(shapes))
+    assert TRACED * 4 * 128 <= largest < TRACED * TRACED / 8
 
 
 @pytest.mark.slow
@@ -52,16 +67,23 @@ def test_memory_is_linear_in_the_row_and_below_the_limit():
     command = [sys.executable, "-m", "tests.v41flash.nn.test_memory"]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    half, whole, everything, peak = map(int, done.stdout.split())
+    half, whole, everything, peak, dense_half, dense_whole = map(int, done.stdout.split())
     assert whole < 2.2 * half
     assert everything < LIMIT
     assert peak < LIMIT
+    assert dense_whole < 2.2 * dense_half
+
+
+def temporaries(length, **changes):
+    function, arguments = step(length, **changes)
+    return function.lower(*arguments).compile().memory_analysis().temp_size_in_bytes
 
 
 def main():
-    half = compiled(LONG // 2)[0].memory_analysis().temp_size_in_bytes
-    step, (params, inputs) = compiled(LONG)
-    size = step.memory_analysis()
+    half = temporaries(LONG // 2)
+    function, (params, inputs) = step(LONG)
+    run = function.lower(params, inputs).compile()
+    size = run.memory_analysis()
     whole = size.temp_size_in_bytes
     everything = whole + size.argument_size_in_bytes + size.output_size_in_bytes
     rng = np.random.default_rng(0)
@@ -69,10 +91,11 @@ def main():
     tokens = rng.integers(0, 256, inputs[0].shape, np.int32)
     position = np.arange(LONG, dtype=np.int32)[None]
     rows = rng.integers(0, 4096, inputs[3].shape, np.int32)
-    value, _ = jax.block_until_ready(step(params, (tokens, position, position * 0 + 1, rows)))
+    value, _ = jax.block_until_ready(run(params, (tokens, position, position * 0 + 1, rows)))
     assert np.isfinite(value)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    print(half, whole, everything, peak)
+    dense = [temporaries(length, dense_selection=True) for length in (DENSE // 2, DENSE)]
+    print(half, whole, everything, peak, *dense)
 
 
 if __name__ == "__main__":

@@ -13,22 +13,31 @@ from tests.v41flash.nn import samples
 from v41flash import sharding
 from v41flash.nn import ced
 
-MESHES = ({"data": 8}, {"data": 2, "fsdp": 2, "expert": 2}, {"fsdp": 4, "tensor": 2})
+# The first alone is cheap enough for every run of the tests.
+MESHES = (
+    {"fsdp": 2, "context": 2, "tensor": 2},
+    {"data": 8},
+    {"data": 2, "fsdp": 2, "expert": 2},
+    {"data": 2, "context": 4},
+    {"fsdp": 4, "tensor": 2},
+)
 B, T = 8, 24
 
 
-@pytest.mark.slow
-def test_meshes_agree_with_one_device():
+@pytest.mark.parametrize(
+    "count", [1, pytest.param(len(MESHES), marks=pytest.mark.slow)], ids=["one", "all"]
+)
+def test_meshes_agree_with_one_device(count):
     """In a process of its own: the number of devices is fixed before JAX starts."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
     env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
-    command = [sys.executable, "-m", "tests.v41flash.nn.test_sharding"]
+    command = [sys.executable, "-m", "tests.v41flash.nn.test_sharding", str(count)]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [f"{mesh} equal" for mesh in MESHES]
+    assert done.stdout.splitlines() == [f"{mesh} equal" for mesh in MESHES[:count]]
 
 
-def main():
+def main(count):
     # Sums in another order would round a few entries the other way.
     config = samples.two_layers(**samples.NO_ROUNDING)
     params = samples.params_of(config, samples.random_weights(config, seed=11))
@@ -51,7 +60,7 @@ def main():
 
     expected = jax.device_get(gradient()(params, inputs))
     abstract = jax.eval_shape(model.init, jax.random.key(0), *inputs)["params"]
-    for sizes in MESHES:
+    for sizes in MESHES[:count]:
         mesh = sharding.make_mesh(sizes)
         where = sharding.param_shardings(abstract, mesh), sharding.batch_sharding(mesh)
         out = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()), where[0]
@@ -75,4 +84,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    main(int(sys.argv[1]))

@@ -69,13 +69,16 @@ def test_scanned_groups_without_rounding():
 
 def test_scanned_groups_with_rounding():
     """A value on a rounding boundary may go either way in float32 and float64, and then moves the
-    rows that see it by a quantisation step. None does here on x86; a share of rows is allowed to.
+    rows that see it by a quantisation step or a changed selection. None does here on x86; a
+    share of rows is allowed to.
     """
     recording = Recording.make(samples.scanned(), seed=1)
     close = []
     for b, length in enumerate(LENGTHS):
         error = np.abs(recording.logits[b, :length] - recording.reference(b).logits)
         close.extend(error.max(-1) < 1e-4)
+        # Logits have a standard deviation of 1; those of unrelated rows would differ by 1.4.
+        assert np.sqrt(np.mean(error**2, axis=-1)).max() < 0.5
     assert np.mean(close) > 0.8
 
 
