@@ -84,7 +84,9 @@ def test_a_right_folder_passes(one_run, capsys):
     assert all(line.startswith("ok") for line in out.splitlines())
 
 
-@pytest.mark.parametrize("key", ["L00.idx.k", "L00.idx.score", "L02.attn.mystery", "L77.x_in", "mystery"])
+@pytest.mark.parametrize(
+    "key", ["L00.idx.k", "L00.idx.score", "L02.attn.mystery", "L77.x_in", "mystery"]
+)
 def test_an_array_that_the_model_lacks_is_one_line(one_run, capsys, key):
     file = one_run / "B_noquant.npz"
     np.savez(file, **dict(np.load(file)), **{key: np.zeros(3)})

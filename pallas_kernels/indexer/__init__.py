@@ -103,13 +103,7 @@ def scores(
     """Index scores of every entry: the student of the indexer's dense warm-up, and a test's truth.
 
     Args:
-        q: `[B, T, Hi, Di]`, as for `select`.
-        w: `[B, T, Hi]`, likewise.
-        k: `[B, G, Di]`, likewise.
-        lo: i32 `[B, T]`, likewise.
-        hi: i32 `[B, T]`, likewise.
-        chunk: queries at a time; chosen from a memory budget when None.
-        implementation: "xla", a sequence of names to be tried in order, or None for the best.
+        q, w, k, lo, hi, chunk, implementation: as for `select`.
 
     Returns:
         f32 `[B, T, G]`, -inf outside `lo <= j < hi`; differentiable in q, w and k.
@@ -137,12 +131,9 @@ def scores_at(
     """Index scores of given entries: the student of the indexer's loss over a selection.
 
     Args:
-        q: `[B, T, Hi, Di]`, as for `select`.
-        w: `[B, T, Hi]`, likewise.
-        k: `[B, G, Di]`, likewise.
+        q, w, k: as for `select`.
         indices: i32 `[B, T, K]` places in k; -1, or any other value outside `[0, G)`, is no entry.
-        chunk: queries at a time; chosen from a memory budget when None.
-        implementation: "xla", a sequence of names to be tried in order, or None for the best.
+        chunk, implementation: as for `select`.
 
     Returns:
         f32 `[B, T, K]`, 0 where there is no entry; differentiable in q, w and k.

@@ -188,15 +188,12 @@ def read(
     scale: jax.Array,
     norm_weight: jax.Array,
     *,
-    sinkhorn_iters: int = 20,
-    eps: float = 1e-6,
     norm_eps: float = 1e-20,
+    **keywords: float,
 ) -> tuple[jax.Array, Coefficients]:
-    """XLA definition of `mhc.read`."""
-    next_coefficients = coefficients(
-        streams, fn, base, scale, sinkhorn_iters=sinkhorn_iters, eps=eps, norm_eps=norm_eps
-    )
-    return mix(streams, pre, norm_weight, norm_eps=norm_eps), next_coefficients
+    """XLA definition of `mhc.read`; `keywords` are those of `coefficients`."""
+    made = coefficients(streams, fn, base, scale, norm_eps=norm_eps, **keywords)
+    return mix(streams, pre, norm_weight, norm_eps=norm_eps), made
 
 
 def write(streams: jax.Array, out: jax.Array, post: jax.Array, comb: jax.Array) -> jax.Array:
@@ -211,27 +208,9 @@ def write_read(
     out: jax.Array,
     post: jax.Array,
     comb: jax.Array,
-    pre: jax.Array,
-    fn: jax.Array,
-    base: jax.Array,
-    scale: jax.Array,
-    norm_weight: jax.Array,
-    *,
-    sinkhorn_iters: int = 20,
-    eps: float = 1e-6,
-    norm_eps: float = 1e-20,
+    *read_arguments: jax.Array,
+    **keywords: float,
 ) -> tuple[jax.Array, jax.Array, Coefficients]:
-    """XLA definition of `mhc.write_read`."""
+    """XLA definition of `mhc.write_read`: `write`, then `read` with all that follows."""
     streams = write(streams, out, post, comb)
-    x, next_coefficients = read(
-        streams,
-        pre,
-        fn,
-        base,
-        scale,
-        norm_weight,
-        sinkhorn_iters=sinkhorn_iters,
-        eps=eps,
-        norm_eps=norm_eps,
-    )
-    return streams, x, next_coefficients
+    return streams, *read(streams, *read_arguments, **keywords)
