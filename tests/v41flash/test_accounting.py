@@ -25,6 +25,7 @@ from pallas_kernels import fp4, indexer, sparse_attention
 from pallas_kernels.grouped_matmul.reference import block_rows
 from v41flash import presets
 from v41flash.accounting import cache, flops, parameters
+from v41flash.cache import CompressorState, GlobalCache, WindowCache
 from v41flash.checkpoints import inventory, names
 from v41flash.config import ModelConfig
 from v41flash.nn.ced import CED, logits
@@ -157,10 +158,24 @@ def test_row_bytes_are_those_of_packed_rows(row_format, width):
     assert cache.row_bytes(row_format, width, "bfloat16") == packed.shape[-1]
 
 
-def test_rows_that_are_not_packed():
-    config = presets.tiny(main_kv_format="none", index_format="none", window_kv_format="none")
-    assert cache.entry_bytes(config) == 32 * 4
-    assert cache.row_bytes("none", 32, "bfloat16") == 64
+@pytest.mark.parametrize(
+    "config",
+    [
+        presets.v41_flash(),
+        presets.tiny(),
+        presets.tiny(main_kv_format="none", index_format="none", window_kv_format="none"),
+    ],
+    ids=["v41_flash", "tiny", "not packed"],
+)
+def test_cache_bytes_are_those_of_the_arrays(config):
+    table = jnp.zeros((1, 1), jnp.int32)
+    pages = jax.eval_shape(lambda: GlobalCache.create(config, 1, table))
+    assert array_bytes((pages.main, pages.keys)) == cache.global_bytes(config, 128)
+    assert pages.bytes_per_token == cache.global_bytes_per_token(config)
+    window = jax.eval_shape(lambda: WindowCache.create(config, 1))
+    assert array_bytes(window.rows) == cache.window_bytes(config)
+    waiting = jax.eval_shape(lambda: CompressorState.create(config, 1))
+    assert array_bytes(waiting) == cache.partial_group_bytes(config)
 
 
 def test_a_partial_group_is_not_in_the_cache():
