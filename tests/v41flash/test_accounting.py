@@ -15,6 +15,7 @@ import sys
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from hypothesis import given
@@ -168,7 +169,7 @@ def test_row_bytes_are_those_of_packed_rows(row_format, width):
     ids=["v41_flash", "tiny", "not packed"],
 )
 def test_cache_bytes_are_those_of_the_arrays(config):
-    table = jnp.zeros((1, 1), jnp.int32)
+    table = np.zeros((1, 1), np.int32)
     pages = jax.eval_shape(lambda: GlobalCache.create(config, 1, table))
     assert array_bytes((pages.main, pages.keys)) == cache.global_bytes(config, 128)
     assert pages.bytes_per_token == cache.global_bytes_per_token(config)
