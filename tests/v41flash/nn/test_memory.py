@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from configs import quickstart
+from tests.v41flash.nn import samples
 from train import losses
 from v41flash.config import ModelConfig
 from v41flash.nn import ced
@@ -30,10 +31,13 @@ LIMIT = 8 * 2**30
 DEPTH_FIRST = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
 
 
-def step(length, **changes):
-    """(function to loss and gradients, its abstract arguments) for one row of `length`."""
+def quickstart_model(**changes):
     config = ModelConfig.from_dict(quickstart.get_config().model.to_dict())
-    config = dataclasses.replace(config, **changes)
+    return dataclasses.replace(config, **changes)
+
+
+def step(config, length):
+    """(function to loss and gradients, its abstract arguments) for one row of `length`."""
     model = ced.CED(config, indexer_loss=True)
     row = jax.ShapeDtypeStruct((1, length), jnp.int32)
     rows = (*row.shape, config.num_engram_sites, config.engram_rows_per_token)
@@ -53,10 +57,11 @@ def step(length, **changes):
 @pytest.mark.parametrize("dense", [False, True], ids=["selected", "dense"])
 def test_no_array_is_as_large_as_queries_times_entries(dense):
     """In the traced step: the largest is far below the T x T/2 of the coarser cache."""
-    function, arguments = step(TRACED, dense_selection=dense)
+    config = samples.two_layers(dense_selection=dense)
+    function, arguments = step(config, TRACED)
     shapes = re.findall(r"\[([\d,]+)\]", str(function.trace(*arguments).jaxpr))
     largest = max(math.prod(map(int, shape.strip(",").split(","))) for shape in set(shapes))
-    assert TRACED * 4 * 128 <= largest < TRACED * TRACED / 8
+    assert TRACED * config.hc_mult * config.hidden_size <= largest < TRACED * TRACED / 8
 
 
 @pytest.mark.slow
@@ -75,13 +80,13 @@ def test_memory_is_linear_in_the_row_and_below_the_limit():
 
 
 def temporaries(length, **changes):
-    function, arguments = step(length, **changes)
+    function, arguments = step(quickstart_model(**changes), length)
     return function.lower(*arguments).compile().memory_analysis().temp_size_in_bytes
 
 
 def main():
     half = temporaries(LONG // 2)
-    function, (params, inputs) = step(LONG)
+    function, (params, inputs) = step(quickstart_model(), LONG)
     run = function.lower(params, inputs).compile()
     size = run.memory_analysis()
     whole = size.temp_size_in_bytes
