@@ -15,6 +15,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from v41flash.errors import InputError
+
 MESH_AXES = ("data", "fsdp", "expert", "context", "tensor")
 
 RULES: tuple[tuple[str, Any], ...] = (
@@ -46,20 +48,20 @@ def make_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = N
         A mesh with all five axes, in `MESH_AXES` order, with Auto axis types.
 
     Raises:
-        ValueError: an unknown axis, or sizes that do not multiply to the number of devices.
+        InputError: an unknown axis, or sizes that do not multiply to the number of devices.
     """
     devices = list(jax.devices() if devices is None else devices)
     unknown = sorted(set(sizes) - set(MESH_AXES))
     if unknown:
-        raise ValueError(f"mesh: unknown axis {unknown[0]!r}; there is {', '.join(MESH_AXES)}")
+        raise InputError(f"mesh: unknown axis {unknown[0]!r}; there is {', '.join(MESH_AXES)}")
     shape = [sizes.get(axis, 1) for axis in MESH_AXES]
     if shape.count(-1) > 1 or any(size < 1 and size != -1 for size in shape):
-        raise ValueError(f"mesh: sizes {dict(sizes)} must be positive, at most one of them -1")
+        raise InputError(f"mesh: sizes {dict(sizes)} must be positive, at most one of them -1")
     if -1 in shape:
         known = math.prod(size for size in shape if size != -1)
         shape[shape.index(-1)] = max(len(devices) // known, 1)
     if math.prod(shape) != len(devices):
-        raise ValueError(
+        raise InputError(
             f"mesh: sizes {dict(zip(MESH_AXES, shape, strict=True))} need {math.prod(shape)} "
             f"devices, there are {len(devices)}"
         )
@@ -94,7 +96,7 @@ def param_shardings(boxed: Any, mesh: Mesh) -> Any:
         A tree of NamedSharding with the structure of the unboxed parameters.
 
     Raises:
-        ValueError: an axis does not divide by the mesh axes that it is laid out on.
+        InputError: an axis does not divide by the mesh axes that it is laid out on.
     """
     shardings = nn.logical_to_mesh_sharding(nn.get_partition_spec(boxed), mesh, RULES)
     abstract = nn.unbox(boxed)
@@ -103,7 +105,7 @@ def param_shardings(boxed: Any, mesh: Mesh) -> Any:
         try:
             sharding.shard_shape(leaf.shape)
         except ValueError as error:
-            raise ValueError(
+            raise InputError(
                 f"parameter {jax.tree_util.keystr(path)} of shape {leaf.shape} does not divide "
                 f"over mesh axes {sharding.spec} of sizes {dict(mesh.shape)}"
             ) from error

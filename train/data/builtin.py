@@ -10,6 +10,8 @@ import os
 import sysconfig
 from pathlib import Path
 
+from v41flash.errors import InputError
+
 # Tests (most of the bytes, much of them tables), what was installed beside the library, programs
 # with their own data, and the near-identical code page tables of `encodings`, which would leak from
 # the training documents into the held-out ones.
@@ -31,7 +33,7 @@ def stdlib_files(root: str | Path | None = None) -> list[Path]:
         Paths sorted by their place under `root`.
 
     Raises:
-        ValueError: the folder holds no source files (an interpreter that ships compiled files
+        InputError: the folder holds no source files (an interpreter that ships compiled files
             only).
     """
     root = Path(sysconfig.get_paths()["stdlib"] if root is None else root)
@@ -49,7 +51,7 @@ def stdlib_files(root: str | Path | None = None) -> list[Path]:
             if path.suffix == ".py" and not generated and path.stat().st_size:
                 found.append((path.relative_to(root).parts, path))
     if not found:
-        raise ValueError(
+        raise InputError(
             f'data.kind="builtin": no .py files under {root}; use data.kind="text" with data.path'
         )
     return [path for _, path in sorted(found)]

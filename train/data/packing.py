@@ -18,6 +18,7 @@ import dataclasses
 import numpy as np
 
 from v41flash.config_checks import DOCUMENT_ALIGNMENT as ALIGNMENT
+from v41flash.errors import InputError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,14 +130,14 @@ def pack(
         The plan; equal arguments give equal plans.
 
     Raises:
-        ValueError: a sequence length that is not a positive multiple of 8, or a window below 1.
+        InputError: a sequence length that is not a positive multiple of 8, or a window below 1.
     """
     if sequence_length < ALIGNMENT or sequence_length % ALIGNMENT:
-        raise ValueError(
+        raise InputError(
             f"data.sequence_length={sequence_length}: must be a positive multiple of {ALIGNMENT}"
         )
     if window < 1:
-        raise ValueError(f"data.pack_window={window}: must be at least 1")
+        raise InputError(f"data.pack_window={window}: must be at least 1")
     rng = np.random.default_rng([seed, epoch])
     document, start, length = cut(lengths, sequence_length)
     order = rng.permutation(len(document))

@@ -43,11 +43,10 @@ Keys of `config.data` (`default_config()` returns them):
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
-import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import grain
 import numpy as np
@@ -55,6 +54,9 @@ from ml_collections import ConfigDict
 
 from train.data import packing, sources
 from train.data import store as store_lib
+from train.data.stream import Batch, Epochs, Steps, TrainIterator
+from v41flash.config import ModelConfig
+from v41flash.errors import InputError
 from v41flash.text import canonical
 from v41flash.text import tokenizer as tokenizer_lib
 from v41flash.text.engram_hash import EngramHasher
@@ -62,11 +64,6 @@ from v41flash.text.tokenizer import Tokenizer
 
 # For error reports and bits per byte on the host; the model never sees them.
 HOST_FIELDS = ("document_ids", "row_bytes")
-Batch = dict[str, np.ndarray]
-
-_MAX_PREFETCH_THREADS = 4
-# grain wants a length; this many steps are never reached.
-_ENDLESS = 1 << 40
 
 
 def default_config() -> ConfigDict:
@@ -95,42 +92,14 @@ def split_host_fields(batch: Batch) -> tuple[Batch, Batch]:
     return device, {name: batch[name] for name in HOST_FIELDS}
 
 
-class _Epochs:
-    """Rows 0, 1, 2, .. of an endless sequence of epochs, each shuffled and packed anew."""
+def _piece_bytes(size: int, tokens: int, start: int, length: int) -> int:
+    """Bytes of text that a piece's targets stand for; all pieces of a document add up to `size`.
 
-    def __init__(self, lengths: np.ndarray, sequence_length: int, seed: int, window: int):
-        self._lengths = lengths
-        self._arguments = dict(seed=seed, window=window)
-        self._sequence_length = sequence_length
-        self._first_row = [0]  # of every epoch packed so far, and the one after
-        self._plans: dict[int, packing.Plan] = {}
-        self._lock = threading.Lock()  # prefetch threads share the plans
-
-    def _plan(self, epoch: int) -> packing.Plan:
-        if epoch not in self._plans:
-            plan = packing.pack(
-                self._lengths, self._sequence_length, epoch=epoch, **self._arguments
-            )
-            self._plans[epoch] = plan
-            # Prefetch threads are a few batches apart, so they share two or three epochs.
-            while len(self._plans) > 3:
-                del self._plans[next(iter(self._plans))]  # the one packed first
-            if epoch == len(self._first_row) - 1:
-                self._first_row.append(self._first_row[-1] + plan.num_rows)
-        return self._plans[epoch]
-
-    def plan(self, epoch: int) -> packing.Plan:
-        with self._lock:
-            return self._plan(epoch)
-
-    def locate(self, row: int) -> tuple[packing.Plan, int]:
-        """The plan that holds a row, and the row's number in it."""
-        with self._lock:
-            # Packing decides how many rows an epoch has, so all before it get packed once.
-            while self._first_row[-1] <= row:
-                self._plan(len(self._first_row) - 1)
-            epoch = int(np.searchsorted(self._first_row, row, side="right")) - 1
-            return self._plan(epoch), row - self._first_row[epoch]
+    A document's bytes are shared out evenly over its tokens but bos and eos, so that with one token
+    a byte every piece has exactly its own.
+    """
+    text = max(tokens - 2, 1)
+    return size * min(start + length, text) // text - size * min(start, text) // text
 
 
 def _build_batch(
@@ -165,204 +134,22 @@ def _build_batch(
             batch["segment_ids"][b, place] = segment + 1
             batch["positions"][b, place] = np.arange(length)
             batch["document_ids"][b, segment] = store.document_ids[document]
-            # A document's bytes are shared out over its targets; the pieces' shares add up exactly.
-            size, targets = int(store.document_bytes[document]), len(tokens) - 1
-            batch["row_bytes"][b] += size * (start + length) // targets - size * start // targets
+            size = int(store.document_bytes[document])
+            batch["row_bytes"][b] += _piece_bytes(size, len(tokens), start, length)
     return batch
 
 
-@dataclasses.dataclass(frozen=True)
-class _EngramRows:
-    """The grain map that adds `engram_rows`."""
-
-    hasher: EngramHasher
-    token_map: np.ndarray
-
-    def __call__(self, batch: Batch) -> Batch:
-        compressed = self.token_map[batch["tokens"]]
-        return batch | {"engram_rows": self.hasher.rows(compressed, batch["positions"])}
-
-
-class _Steps:
-    """grain's random-access source: item s is this host's slice of the batch at step s."""
-
-    def __init__(self, build, description: str):
-        self._build = build
-        self._description = description
-
-    def __len__(self) -> int:
-        return _ENDLESS
-
-    def __getitem__(self, step: int) -> Batch:
-        return self._build(int(step))
-
-    def __repr__(self) -> str:
-        return self._description
-
-
-class TrainIterator(Iterator[Batch]):
-    """Endless batches from a given step on; its state is one step number."""
-
-    def __init__(self, dataset: grain.MapDataset, start_step: int, prefetch: int, fingerprint: str):
-        """Use `Data.train_iterator` or `make_dataset`."""
-        self._dataset = dataset
-        self._read_options = grain.ReadOptions(
-            num_threads=min(prefetch, _MAX_PREFETCH_THREADS), prefetch_buffer_size=prefetch
-        )
-        self._fingerprint = fingerprint
-        self._inner: Any = None
-        self._seek(start_step)
-
-    def _seek(self, step: int) -> None:
-        if not 0 <= step < _ENDLESS:
-            raise ValueError(f"step {step}: the data stream has steps 0 .. {_ENDLESS - 1}")
-        self.close()
-        self.step = step
-
-    def __next__(self) -> Batch:
-        """The batch of `self.step`; the step then moves on by one."""
-        if self._inner is None:
-            rest = self._dataset.slice(slice(self.step, None))
-            self._inner = iter(rest.to_iter_dataset(self._read_options))
-        batch = next(self._inner)
-        self.step += 1
-        return batch
-
-    def next(self) -> Batch:
-        """The same as `next(iterator)`."""
-        return self.__next__()
-
-    def state(self) -> dict[str, Any]:
-        """JSON-able state: the step of the next batch, and what stream it counts in."""
-        return {"step": self.step, "fingerprint": self._fingerprint}
-
-    def set_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a state that `state()` returned, here or in another process.
-
-        Raises:
-            ValueError: the state counts in another stream (other documents, tokenizer, split, seed
-                or pack_window; batch size and sequence length may change between stages).
-        """
-        if state["fingerprint"] != self._fingerprint:
-            raise ValueError(
-                f"the saved data state belongs to the stream {state['fingerprint']!r}, "
-                f"this run's is {self._fingerprint!r}: corpus or data settings "
-                "changed since the checkpoint"
-            )
-        self._seek(int(state["step"]))
-
-    def close(self) -> None:
-        """Stops the prefetch threads; the iterator can still go on."""
-        if self._inner is not None:
-            self._inner.close()
-            self._inner = None
-
-
-def _check_hosts(batch_size: int, host_index: int, host_count: int) -> int:
-    if batch_size < 1 or host_count < 1 or batch_size % host_count:
-        raise ValueError(
-            f"data.batch_size={batch_size}: must be a multiple of the {host_count} hosts"
-        )
-    if not 0 <= host_index < host_count:
-        raise ValueError(f"host_index={host_index}: must be in 0 .. {host_count - 1}")
-    return batch_size // host_count
-
-
-def make_dataset(
-    store: store_lib.Store,
-    split: str,
-    hasher: EngramHasher,
-    token_map: np.ndarray,
-    *,
-    batch_size: int,
-    sequence_length: int,
-    seed: int,
-    pad_id: int,
-    held_out_fraction: float,
-    pack_window: int = 4096,
-    host_index: int = 0,
-    host_count: int = 1,
-    start_step: int = 0,
-    prefetch: int = 4,
-) -> TrainIterator:
-    """Endless shuffled batches of a store's split.
-
-    Args:
-        store: the tokenised corpus.
-        split: "train" or "heldout".
-        hasher: computes `engram_rows`.
-        token_map: i32[V], token id -> canonical id.
-        batch_size: rows of the global batch, a multiple of `host_count`.
-        sequence_length: tokens a row, a multiple of 8.
-        seed: order of documents and rows.
-        pad_id: token on padding.
-        held_out_fraction: share of documents in "heldout".
-        pack_window: pieces packed together.
-        host_index: which slice of the global batch this process builds.
-        host_count: number of slices.
-        start_step: step of the first batch.
-        prefetch: batches prepared ahead, 0 for none.
-
-    Returns:
-        The iterator.
+def check_hosts(batch_size: int, host_count: int) -> int:
+    """Rows of one host.
 
     Raises:
-        ValueError: a batch that does not divide over the hosts, an empty split, a bad length.
+        InputError: they do not divide.
     """
-    local = _check_hosts(batch_size, host_index, host_count)
-    documents = store.split(split, held_out_fraction)
-    if not len(documents):
-        raise ValueError(
-            f"the {split} split has no documents ({len(store.document_ids)} in all, "
-            f"data.held_out_fraction={held_out_fraction})"
+    if batch_size % host_count:
+        raise InputError(
+            f"data.batch_size={batch_size}: must be a multiple of the {host_count} hosts"
         )
-    epochs = _Epochs(store.lengths[documents], sequence_length, seed, pack_window)
-    epochs.plan(0)  # bad settings and a slow first pack show here, not in a prefetch thread
-
-    def build(step: int) -> Batch:
-        first = step * batch_size + host_index * local
-        rows = [epochs.locate(row) for row in range(first, first + local)]
-        return _build_batch(store, documents, rows, sequence_length, pad_id)
-
-    fingerprint = f"{split}-{store.fingerprint}-{held_out_fraction}-{seed}-{pack_window}"
-    source = _Steps(build, f"{batch_size}x{sequence_length} steps of {fingerprint}")
-    dataset = grain.MapDataset.source(source).map(_EngramRows(hasher, token_map))
-    return TrainIterator(dataset, start_step, prefetch, fingerprint)
-
-
-def make_eval_batches(
-    store: store_lib.Store,
-    hasher: EngramHasher,
-    token_map: np.ndarray,
-    *,
-    batch_size: int,
-    sequence_length: int,
-    pad_id: int,
-    held_out_fraction: float,
-    split: str = "heldout",
-    limit: int | None = None,
-    host_index: int = 0,
-    host_count: int = 1,
-) -> Iterator[Batch]:
-    """A split once, in an order that never changes; the last batch is filled up with padding rows.
-
-    Pieces of all documents are shuffled once and for all, so a limited number of batches is a fair
-    sample of the split. Arguments as for `make_dataset`; `limit` is the largest number of batches.
-    The bits per byte of what was read are the summed losses over ln 2 and over the summed
-    `row_bytes`.
-
-    Yields:
-        Batches of this host's rows; every host gets the same number of them.
-    """
-    local = _check_hosts(batch_size, host_index, host_count)
-    documents = store.split(split, held_out_fraction)
-    plan = packing.pack(store.lengths[documents], sequence_length, seed=0, epoch=0)
-    add_rows = _EngramRows(hasher, token_map)
-    batches = -(-plan.num_rows // batch_size)
-    for step in range(batches if limit is None else min(batches, limit)):
-        first = step * batch_size + host_index * local
-        rows = [(plan, row) for row in range(first, first + local)]
-        yield add_rows(_build_batch(store, documents, rows, sequence_length, pad_id))
+    return batch_size // host_count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -383,78 +170,128 @@ class Data:
     hasher: EngramHasher
     store: store_lib.Store
 
+    @property
+    def fingerprint(self) -> str:
+        """Equal exactly where the stream of training documents is."""
+        config = self.config
+        return (
+            f"train-{self.store.fingerprint}-{config.held_out_fraction}-{config.seed}-"
+            f"{config.pack_window}"
+        )
+
+    def documents(self, split: str) -> np.ndarray:
+        """Indices of a split's documents in the store; split is "train" or "heldout"."""
+        return self.store.split(split, self.config.held_out_fraction)
+
+    @functools.cached_property
+    def _epochs(self) -> Epochs:
+        lengths = self.store.lengths[self.documents("train")]
+        config = self.config
+        return Epochs(lengths, config.sequence_length, config.seed, config.pack_window)
+
+    @functools.cached_property
+    def _heldout_plan(self) -> packing.Plan:
+        lengths = self.store.lengths[self.documents("heldout")]
+        return packing.pack(lengths, self.config.sequence_length, seed=0, epoch=0)
+
+    def engram_rows(self, tokens: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        """Table rows i32[B,T,S,R] of token ids and positions, i32[B,T] each."""
+        return self.hasher.rows(self.token_map[tokens], positions)
+
     def train_iterator(
         self, start_step: int = 0, *, host_index: int = 0, host_count: int = 1
     ) -> TrainIterator:
-        """Endless training batches from `start_step` on, this host's slices.
+        """Endless shuffled training batches from `start_step` on, this host's slices.
 
-        A stage of training that changes `sequence_length` or `batch_size` makes its own Data and
-        goes on at its first step. Its batches are again a function of the step, but the epoch's
-        rows are others, so some documents of the epoch in which it begins come twice and others not
-        at all.
+        A stage of training that changes `sequence_length` or `batch_size` has its own Data and goes
+        on at its first step. Its batches are again a function of the step, but the epoch's rows are
+        others, so some documents of the epoch in which it begins come twice and others not at all.
         """
-        return make_dataset(
-            self.store,
-            "train",
-            self.hasher,
-            self.token_map,
-            batch_size=self.config.batch_size,
-            sequence_length=self.config.sequence_length,
-            seed=self.config.seed,
-            pad_id=self.tokenizer.pad_id,
-            held_out_fraction=self.config.held_out_fraction,
-            pack_window=self.config.pack_window,
-            host_index=host_index,
-            host_count=host_count,
-            start_step=start_step,
-            prefetch=self.config.prefetch,
-        )
+        config, epochs, documents = self.config, self._epochs, self.documents("train")
+        local = check_hosts(config.batch_size, host_count)
+        epochs.plan(0)  # a slow first pack shows here, not in a prefetch thread
+
+        def build(step: int) -> Batch:
+            first = step * config.batch_size + host_index * local
+            rows = [epochs.locate(row) for row in range(first, first + local)]
+            return self._batch(documents, rows)
+
+        description = f"{config.batch_size}x{config.sequence_length} steps of {self.fingerprint}"
+        dataset = grain.MapDataset.source(Steps(build, description)).map(self._with_engram_rows)
+        return TrainIterator(dataset, start_step, config.prefetch, self.fingerprint)
 
     def heldout_batches(
         self, limit: int | None = None, *, host_index: int = 0, host_count: int = 1
     ) -> Iterator[Batch]:
-        """The held-out documents once, at most `limit` batches, the same every time."""
-        return make_eval_batches(
-            self.store,
-            self.hasher,
-            self.token_map,
-            batch_size=self.config.batch_size,
-            sequence_length=self.config.sequence_length,
-            pad_id=self.tokenizer.pad_id,
-            held_out_fraction=self.config.held_out_fraction,
-            limit=limit,
-            host_index=host_index,
-            host_count=host_count,
-        )
+        """The held-out documents once, in an order that never changes.
+
+        Pieces of all documents are shuffled once and for all, so a limited number of batches is a
+        fair sample of the split; the last batch is filled up with padding rows. The bits per byte
+        of what was read are the summed losses over ln 2 and over the summed `row_bytes`.
+
+        Args:
+            limit: the largest number of batches, None for all.
+            host_index: which slice of the global batch this process gets.
+            host_count: number of slices.
+
+        Yields:
+            Batches of this host's rows; every host gets the same number of them.
+        """
+        size, plan = self.config.batch_size, self._heldout_plan
+        local = check_hosts(size, host_count)
+        documents = self.documents("heldout")
+        for step in range(self._heldout_count(limit)):
+            first = step * size + host_index * local
+            rows = [(plan, row) for row in range(first, first + local)]
+            yield self._with_engram_rows(self._batch(documents, rows))
+
+    def heldout_texts(self, limit: int | None = None) -> list[tuple[bytes, bytes]]:
+        """What the targets of `heldout_batches(limit)` spell, for models that work on bytes.
+
+        Returns:
+            For every piece (the text of the one token that it shows before its first target, the
+            text of its targets), UTF-8, in the batches' order.
+        """
+        plan, documents = self._heldout_plan, self.documents("heldout")
+        rows = min(plan.num_rows, self._heldout_count(limit) * self.config.batch_size)
+        texts = []
+        for piece in range(plan.row_first[rows]):
+            start, length = plan.start[piece], plan.length[piece]
+            tokens = self.store.document_tokens(documents[plan.document[piece]])
+            shown, targets = tokens[start : start + 1], tokens[start + 1 : start + length + 1]
+            texts.append((self._text(shown), self._text(targets)))
+        return texts
+
+    def train_texts(self) -> list[bytes]:
+        """UTF-8 text of every training document."""
+        return [self._text(self.store.document_tokens(i)) for i in self.documents("train")]
+
+    def _text(self, tokens: np.ndarray) -> bytes:
+        if isinstance(self.tokenizer, tokenizer_lib.ByteTokenizer):
+            # A piece may end inside a character.
+            return self.tokenizer.decode_bytes(tokens)
+        return self.tokenizer.decode(tokens).encode("utf-8")
+
+    def _heldout_count(self, limit: int | None) -> int:
+        batches = -(-self._heldout_plan.num_rows // self.config.batch_size)
+        return batches if limit is None else min(batches, limit)
+
+    def _batch(self, documents: np.ndarray, rows: list[tuple[packing.Plan, int]]) -> Batch:
+        length = self.config.sequence_length
+        return _build_batch(self.store, documents, rows, length, self.tokenizer.pad_id)
+
+    def _with_engram_rows(self, batch: Batch) -> Batch:
+        return batch | {"engram_rows": self.engram_rows(batch["tokens"], batch["positions"])}
 
     def epoch_rows(self) -> tuple[int, float]:
         """Rows of the first training epoch, and the share of their tokens that is padding."""
-        documents = self.store.split("train", self.config.held_out_fraction)
-        plan = packing.pack(
-            self.store.lengths[documents],
-            self.config.sequence_length,
-            seed=self.config.seed,
-            epoch=0,
-            window=self.config.pack_window,
-        )
+        plan = self._epochs.plan(0)
         return plan.num_rows, plan.padding_rate
-
-    def padding_rate(self) -> float:
-        """Share of padding in the first training epoch."""
-        return self.epoch_rows()[1]
-
-    def document_bytes(self, split: str) -> list[bytes]:
-        """The text of every document of a split, as UTF-8 (for models that are fitted on bytes)."""
-        documents = self.store.split(split, self.config.held_out_fraction)
-        return [
-            self.tokenizer.decode(self.store.document_tokens(index)).encode("utf-8")
-            for index in documents
-        ]
 
     def describe(self) -> str:
         """A few lines for the start of a run: corpus, split, tokens, packing, what was skipped."""
         store, config = self.store, self.config
-        held_out = store.split("heldout", config.held_out_fraction)
+        held_out = self.documents("heldout")
         rows, padding = self.epoch_rows()
         size, tokens = int(store.document_bytes.sum()), len(store.tokens)
         lines = [
@@ -480,57 +317,137 @@ def default_cache_dir() -> Path:
     return Path(base) / "v41flash"
 
 
-def from_config(data_config: ConfigDict, model_config: Any) -> Data:
+def check_config(config: ConfigDict) -> None:
+    """Checks all of a `config.data` that can be checked without opening anything.
+
+    Raises:
+        InputError: one line that names the key, its value and what would be right.
+    """
+    expected = set(default_config())
+    if set(config) != expected:
+        odd = ", ".join(sorted(set(config) ^ expected))
+        raise InputError(
+            f"config.data: unknown or missing keys {odd}; it has {', '.join(sorted(expected))}"
+        )
+    for key, least in (
+        ("batch_size", 1),
+        ("sequence_length", packing.ALIGNMENT),
+        ("pack_window", 1),
+        ("prefetch", 0),
+        ("seed", 0),
+    ):
+        if config[key] < least:
+            raise InputError(f"data.{key}={config[key]}: must be at least {least}")
+    if config.sequence_length % packing.ALIGNMENT:
+        raise InputError(
+            f"data.sequence_length={config.sequence_length}: must be a multiple of "
+            f"{packing.ALIGNMENT}"
+        )
+    if not 0 < config.held_out_fraction < 1:
+        raise InputError(
+            f"data.held_out_fraction={config.held_out_fraction}: must be above 0 and below 1 (a "
+            "run ends with a held-out evaluation)"
+        )
+    if config.kind not in sources.KINDS:
+        raise InputError(f"data.kind={config.kind!r}: must be one of {', '.join(sources.KINDS)}")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Corpus:
+    """What many `Data` may share: documents as token ids."""
+
+    tokenizer: Tokenizer
+    token_map: np.ndarray
+    store: store_lib.Store
+
+
+def _open_corpus(config: ConfigDict, model: ModelConfig) -> _Corpus:
+    tokenizer = tokenizer_lib.load(
+        config.tokenizer,
+        bos_id=model.bos_token_id,
+        eos_id=model.eos_token_id,
+        pad_id=model.pad_token_id,
+    )
+    source = sources.open_source(config.kind, config.path, config.pattern, config.text_field)
+    cache_dir = Path(config.cache_dir).expanduser() if config.cache_dir else default_cache_dir()
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(
+            f"data.cache_dir={str(cache_dir)!r}: cannot be made: {error.strerror}"
+        ) from error
+    try:
+        token_map = canonical.canonical_map(tokenizer, cache_dir)
+    except ValueError as error:  # it names the file that is damaged
+        raise InputError(str(error)) from error
+    return _Corpus(tokenizer, token_map, store_lib.open_or_build(source, tokenizer, cache_dir))
+
+
+def _check_vocabulary(config: ConfigDict, model: ModelConfig, corpus: _Corpus) -> None:
+    if model.vocab_size < corpus.tokenizer.vocab_size:
+        raise InputError(
+            f"model.vocab_size={model.vocab_size}: the tokenizer {config.tokenizer!r} has "
+            f"{corpus.tokenizer.vocab_size} tokens"
+        )
+    compressed = int(corpus.token_map.max()) + 1
+    if model.engram_layer_ids and model.engram_compressed_vocab_size != compressed:
+        raise InputError(
+            f"model.engram_compressed_vocab_size={model.engram_compressed_vocab_size}: the "
+            f"tokenizer {config.tokenizer!r} has {compressed} canonical ids"
+        )
+    if not 0 <= model.engram_pad_token_id < len(corpus.token_map):
+        raise InputError(
+            f"model.engram_pad_token_id={model.engram_pad_token_id}: the tokenizer "
+            f"{config.tokenizer!r} has ids 0 .. {len(corpus.token_map) - 1}"
+        )
+
+
+def _open(config: ConfigDict, model: ModelConfig, corpus: _Corpus) -> Data:
+    _check_vocabulary(config, model, corpus)
+    pad = int(corpus.token_map[model.engram_pad_token_id])
+    try:
+        hasher = EngramHasher.from_config(model, pad)
+    except ValueError as error:  # it says which of the model's sizes are not those of its primes
+        raise InputError(f"model: {error}") from error
+    data = Data(config, corpus.tokenizer, corpus.token_map, hasher, corpus.store)
+    for split in ("train", "heldout"):
+        if not len(data.documents(split)):
+            raise InputError(
+                f"data.held_out_fraction={config.held_out_fraction}: the {split} split has no "
+                f"documents ({len(corpus.store.document_ids)} in all)"
+            )
+    return data
+
+
+def from_sections(sections: Sequence[tuple[ConfigDict, ModelConfig]]) -> list[Data]:
+    """`from_config` of each (data section, model); equal corpora are opened once and shared."""
+    for config, _ in sections:
+        check_config(config)
+    corpora: dict[tuple, _Corpus] = {}
+    opened = []
+    for config, model in sections:
+        key = (
+            *(config.kind, config.path, config.pattern, config.text_field),
+            *(config.tokenizer, config.cache_dir),
+            *(model.bos_token_id, model.eos_token_id, model.pad_token_id),
+        )
+        if key not in corpora:
+            corpora[key] = _open_corpus(config, model)
+        opened.append(_open(config, model, corpora[key]))
+    return opened
+
+
+def from_config(data_config: ConfigDict, model_config: ModelConfig) -> Data:
     """Opens (or first builds) the corpus and everything around it.
 
     Args:
         data_config: `config.data`, exactly the keys of `default_config()`.
-        model_config: a ModelConfig; its vocabulary, special ids and Engram sizes must fit the
-            tokenizer.
+        model_config: its vocabulary, special ids and Engram sizes must fit the tokenizer.
 
     Returns:
-        The data.
+        The data; neither of its splits is empty.
 
     Raises:
-        ValueError: a key, file or size that does not fit; one line that names it.
+        InputError: a key, file or size that does not fit; one line that names it.
     """
-    expected = set(default_config())
-    if set(data_config) != expected:
-        odd = ", ".join(sorted(set(data_config) ^ expected))
-        raise ValueError(
-            f"config.data: unknown or missing keys {odd}; it has {', '.join(sorted(expected))}"
-        )
-    for key in ("batch_size", "sequence_length", "pack_window"):
-        if data_config[key] < 1:
-            raise ValueError(f"data.{key}={data_config[key]}: must be at least 1")
-    if data_config.prefetch < 0:
-        raise ValueError(f"data.prefetch={data_config.prefetch}: must be 0 or more")
-    tokenizer = tokenizer_lib.load(
-        data_config.tokenizer,
-        bos_id=model_config.bos_token_id,
-        eos_id=model_config.eos_token_id,
-        pad_id=model_config.pad_token_id,
-    )
-    if model_config.vocab_size < tokenizer.vocab_size:
-        raise ValueError(
-            f"model.vocab_size={model_config.vocab_size}: the tokenizer {data_config.tokenizer!r} "
-            f"has {tokenizer.vocab_size} tokens"
-        )
-    cache_dir = (
-        Path(data_config.cache_dir).expanduser() if data_config.cache_dir else default_cache_dir()
-    )
-    token_map = canonical.canonical_map(tokenizer, cache_dir)
-    compressed = int(token_map.max()) + 1
-    if model_config.engram_layer_ids and model_config.engram_compressed_vocab_size != compressed:
-        raise ValueError(
-            f"model.engram_compressed_vocab_size={model_config.engram_compressed_vocab_size}: the "
-            f"tokenizer {data_config.tokenizer!r} has {compressed} canonical ids"
-        )
-    hasher = EngramHasher.from_config(
-        model_config, int(token_map[model_config.engram_pad_token_id])
-    )
-    source = sources.open_source(
-        data_config.kind, data_config.path, data_config.pattern, data_config.text_field
-    )
-    store = store_lib.open_or_build(source, tokenizer, cache_dir)
-    return Data(data_config, tokenizer, token_map, hasher, store)
+    return from_sections([(data_config, model_config)])[0]

@@ -14,10 +14,12 @@ import gzip
 import hashlib
 import json
 import logging
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from train.data import builtin
+from v41flash.errors import InputError
 
 _logger = logging.getLogger(__name__)
 
@@ -32,7 +34,7 @@ _DEFAULT_PATTERNS = {
 KINDS = ("builtin", *_DEFAULT_PATTERNS)
 
 
-class SourceError(ValueError):
+class SourceError(InputError):
     """A data source that cannot be used as configured."""
 
 
@@ -202,7 +204,7 @@ def _read_jsonl(path: Path, text_field: str, skipped: Skipped) -> _Items:
             for number, line in enumerate(lines, 1):
                 if line.strip():
                     yield from _json_field(f"{path}:{number}", line, text_field, skipped)
-    except (OSError, EOFError):
+    except (OSError, EOFError, zlib.error):
         skipped.add("unreadable files", str(path))
 
 
@@ -212,7 +214,7 @@ def _json_field(name: str, data: bytes, text_field: str, skipped: Skipped) -> _I
     except UnicodeError:
         skipped.add("not UTF-8", name)
         return
-    except ValueError:
+    except (ValueError, RecursionError):
         skipped.add("malformed rows", name)
         return
     if not isinstance(row, dict) or not isinstance(row.get(text_field), str):

