@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 import jax
 import numpy as np
 
-# How many losses a new one is compared with, and from how many on.
+# How many cross entropies a new one is compared with, and from how many on.
 _RECENT = 32
 _ENOUGH = 8
 _MAX_IDS_SHOWN = 64
@@ -49,13 +49,14 @@ class Ledger:
 
     Attributes:
         values: metrics of the newest step that was read.
-        recent_losses: part of a checkpoint, so that a resumed run judges like an uninterrupted one.
+        recent: cross entropies that a new one is compared with; part of a checkpoint, so that a
+            resumed run judges like an uninterrupted one.
     """
 
-    def __init__(self, max_loss_spike: float, recent_losses: Sequence[float] = ()):
+    def __init__(self, max_loss_spike: float, recent: Sequence[float] = ()):
         """Starts the clock; `max_loss_spike` as in `train.settings.TrainSettings`."""
         self.values: dict[str, float] = {}
-        self.recent_losses = deque(recent_losses, maxlen=_RECENT)
+        self.recent = deque(recent, maxlen=_RECENT)
         self._max_loss_spike = max_loss_spike
         self._pending: deque[Dispatched] = deque()
         self.restart_clock()
@@ -66,6 +67,10 @@ class Ledger:
         self._steps = 0
         self._tokens = 0.0
         self._flops = 0.0
+
+    def forget(self) -> None:
+        """Another stage begins: its cross entropies have another level."""
+        self.recent.clear()
 
     def add(self, dispatched: Dispatched) -> None:
         """Takes a step in."""
@@ -117,12 +122,13 @@ class Ledger:
             if not math.isfinite(values[name]):
                 problem = f"{name} is {values[name]}"
                 break
-        loss = values["loss"]
-        if problem is None and self._max_loss_spike and len(self.recent_losses) >= _ENOUGH:
-            usual = statistics.median(self.recent_losses)
-            if loss > usual + self._max_loss_spike:
+        # Not the loss: weights and kind of its other terms may change, their scale is their own.
+        ce = values["ce"]
+        if problem is None and self._max_loss_spike and len(self.recent) >= _ENOUGH:
+            usual = statistics.median(self.recent)
+            if ce > usual + self._max_loss_spike:
                 problem = (
-                    f"loss {loss:.4g} is more than train.max_loss_spike {self._max_loss_spike:g} "
+                    f"ce {ce:.4g} is more than train.max_loss_spike {self._max_loss_spike:g} "
                     f"above the recent {usual:.4g}"
                 )
         if problem is not None:
@@ -133,4 +139,4 @@ class Ledger:
             raise TrainingDiverged(
                 f"step {done.step}: {problem}; document ids of its batch: {shown}"
             )
-        self.recent_losses.append(loss)
+        self.recent.append(ce)

@@ -9,8 +9,12 @@ run failed (the loss diverged), 2 the flags or the configuration are wrong, 130 
 
 from __future__ import annotations
 
+import importlib.machinery
+import importlib.util
+import os
 import re
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,14 +24,16 @@ from ml_collections import ConfigDict, config_flags
 
 from train import loop
 from train.ledger import TrainingDiverged
-from train.settings import SettingsError, closest, flatten
+from train.metrics import ReportError
+from train.settings import closest, flatten
+from v41flash.errors import InputError
 
 _OVERRIDE = re.compile(r"--?(?:no)?config\.([^=]+)")
 _CONFIG = re.compile(r"--?config(?:=(.*))?$")
 
 
-class _UsageError(ValueError):
-    """Wrong flags; the text is one line."""
+class _UsageError(InputError):
+    """Wrong flags."""
 
 
 def _one_line(error: BaseException) -> str:
@@ -45,27 +51,36 @@ def _config_path(arguments: Sequence[str]) -> str:
 
 
 def _load(path: str) -> ConfigDict:
-    values = flags.FlagValues()
-    holder = config_flags.DEFINE_config_file(
-        "config", flag_values=values, lock_config=True, sys_argv=[]
-    )
-    name = path.partition(":")[0]
+    """Runs a configuration file, without flags: its own mistakes show with file and line."""
+    name, colon, argument = path.partition(":")
     if not Path(name).is_file():
         raise _UsageError(f"--config={path}: there is no such file")
+    loader = importlib.machinery.SourceFileLoader("config_file", name)
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader(loader.name, loader))
     try:
-        values(["main", f"--config={path}"])
-        config = holder.value
+        loader.exec_module(module)
+        config = module.get_config(argument) if colon else module.get_config()
         config.to_dict()
-    except Exception as error:
-        raise _UsageError(f"--config={path}: {type(error).__name__}: {_one_line(error)}") from error
+    except Exception as error:  # whatever the file's own code raises is a mistake in it
+        raise _UsageError(f"--config={path}: {_where(error, name)}{_one_line(error)}") from error
     return config
+
+
+def _where(error: BaseException, file: str) -> str:
+    """'line 12: NameError: ': the line of the configuration file that an error comes from."""
+    kind = f"{type(error).__name__}: "
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}, line {error.lineno}: {kind}"
+    frames = traceback.extract_tb(error.__traceback__)
+    inside = [frame for frame in frames if Path(frame.filename).resolve() == Path(file).resolve()]
+    return f"line {inside[-1].lineno}: {kind}" if inside else kind
 
 
 def parse(arguments: Sequence[str]) -> tuple[ConfigDict, Path]:
     """Command line (without the program) -> (configuration with its overrides, workdir).
 
     Raises:
-        ValueError: a flag or key that does not exist, or a value of the wrong type; one line.
+        InputError: a flag or key that does not exist, or a value of the wrong type; one line.
     """
     arguments = list(arguments)
     path = _config_path(arguments)
@@ -94,6 +109,13 @@ def parse(arguments: Sequence[str]) -> tuple[ConfigDict, Path]:
     return chosen, Path(workdir.value).absolute()
 
 
+def _join_processes() -> None:
+    try:
+        jax.distributed.initialize()
+    except (RuntimeError, ValueError) as error:  # no cluster, or its coordinator does not answer
+        raise _UsageError(f"mesh.distributed=True: {_one_line(error)}") from error
+
+
 def main(arguments: Sequence[str]) -> int:
     """Runs the command line; returns the exit status."""
     if any(argument in ("-h", "--help", "-help") for argument in arguments):
@@ -104,12 +126,12 @@ def main(arguments: Sequence[str]) -> int:
         # grain's workers ask absl whether flags have been parsed.
         flags.FLAGS.mark_as_parsed()
         if config.mesh.distributed:
-            jax.distributed.initialize()
+            _join_processes()
         loop.run(config, workdir)
-    except TrainingDiverged as error:
+    except (TrainingDiverged, ReportError) as error:
         print(f"training failed: {_one_line(error)}", file=sys.stderr)
         return 1
-    except (_UsageError, SettingsError) as error:
+    except InputError as error:
         print(f"error: {_one_line(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -118,5 +140,19 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
+def _bound_cpu_memory() -> None:
+    """Sets the default of one XLA flag, before anything starts the backend.
+
+    On the CPU, XLA's own default scheduler runs ahead where it can and so keeps many layers'
+    temporaries at once: at 32,768 tokens the quickstart model then takes 9.7 GB instead of 4.7, at
+    the same speed. Only a process that does nothing but train may decide this for itself.
+    """
+    flag = "--xla_cpu_enable_concurrency_optimized_scheduler"
+    given = os.environ.get("XLA_FLAGS", "")
+    if flag not in given:
+        os.environ["XLA_FLAGS"] = f"{given} {flag}=false".strip()
+
+
 if __name__ == "__main__":
+    _bound_cpu_memory()
     sys.exit(main(sys.argv[1:]))

@@ -15,6 +15,10 @@ import tqdm
 FILE = "metrics.jsonl"
 
 
+class ReportError(RuntimeError):
+    """The numbers of a run cannot be written; the text is one line for the user."""
+
+
 def read(workdir: Path) -> list[dict[str, Any]]:
     """The logged objects of a run, oldest first; a line cut short by a crash is left out."""
     path = workdir / FILE
@@ -31,12 +35,19 @@ def read(workdir: Path) -> list[dict[str, Any]]:
 
 def truncate(workdir: Path, step: int) -> None:
     """Drops what was logged after `step`: those steps are about to be done again."""
+    if (workdir / FILE).exists():
+        _rewrite(workdir, [row for row in read(workdir) if row["step"] <= step])
+
+
+def replace_last(workdir: Path, row: dict[str, Any]) -> None:
+    """Puts `row` in place of everything that was logged from its step on."""
+    _rewrite(workdir, [*(old for old in read(workdir) if old["step"] < row["step"]), row])
+
+
+def _rewrite(workdir: Path, rows: list[dict[str, Any]]) -> None:
     path = workdir / FILE
-    if not path.exists():
-        return
-    kept = [row for row in read(workdir) if row["step"] <= step]
     partial = path.with_suffix(".partial")
-    partial.write_text("".join(json.dumps(row) + "\n" for row in kept))
+    partial.write_text("".join(json.dumps(row) + "\n" for row in rows))
     os.replace(partial, path)
 
 
@@ -50,10 +61,11 @@ class Reporter:
         """Opens the files; steps after `first_step` that an earlier run logged are dropped."""
         self._active = active
         self._bar = None
+        self._path = workdir / FILE
         if not active:
             return
         truncate(workdir, first_step)
-        self._file = open(workdir / FILE, "a", buffering=1)
+        self._file = open(self._path, "a", buffering=1)
         self._events = tensorboardX.SummaryWriter(
             str(workdir), purge_step=first_step + 1 if first_step else None, flush_secs=10
         )
@@ -81,14 +93,21 @@ class Reporter:
         self._bar.update(step - self._bar.n)
 
     def write(self, values: dict[str, Any]) -> None:
-        """Writes one logged step: `values` must hold "step"; numbers go to TensorBoard too."""
+        """Writes one logged step: `values` must hold "step"; numbers go to TensorBoard too.
+
+        Raises:
+            ReportError: the disk is full, the folder gone.
+        """
         if not self._active:
             return
-        self._file.write(json.dumps(values) + "\n")
         step = values["step"]
-        for name, value in values.items():
-            if name != "step":
-                self._events.add_scalar(name, value, step)
+        try:
+            self._file.write(json.dumps(values) + "\n")
+            for name, value in values.items():
+                if name != "step":
+                    self._events.add_scalar(name, value, step)
+        except OSError as error:
+            raise ReportError(f"step {step} cannot be logged in {self._path}: {error}") from error
         if self._bar is None:
             self.line(self._summary(values))
 
@@ -104,13 +123,20 @@ class Reporter:
         return "  ".join(parts)
 
     def close(self) -> None:
-        """Flushes and closes everything."""
+        """Flushes and closes everything.
+
+        Raises:
+            ReportError: as `write`.
+        """
         if not self._active:
             return
         if self._bar is not None:
             self._bar.close()
-        self._file.close()
-        self._events.close()
+        try:
+            self._file.close()
+            self._events.close()
+        except OSError as error:
+            raise ReportError(f"{self._path} cannot be completed: {error}") from error
 
 
 def duration(seconds: float) -> str:

@@ -1,26 +1,24 @@
-"""The optimizer that `config.optimizer` describes: AdamW with the groups of the V4.1 report.
+"""The optimizer that `config.optimizer` describes, by the groups of the V4.1 report.
 
-What a parameter is follows from its path alone (`kind`), so the rules below hold for a scanned
-stack of layers as for a single one.
+What a parameter is follows from its path, by the rules of `v41flash.optim.V41_RULES`: the labels
+are matrix, table (embedding, head), engram_table, norm, vector (sinks, mHC base and scale) and
+router_bias (moved by the load balancing rule, never by a gradient).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import optax
 
 from train.settings import OptimizerSettings
-from v41flash.optim import warmup_constant_cosine
+from v41flash.optim import V41_RULES, MatrixSpec, Rule, v41_optimizer, warmup_constant_cosine
+from v41flash.optim.partition import labels
 
-Kind = Literal["matrix", "norm", "vector", "table", "router_bias"]
-
-# Names as the modules of v41flash.nn give them.
-_VECTORS = ("bias", "base", "scale", "sink")
-_TABLES = ("embed", "head", "table")
-_ENGRAM_NORMS = ("q_weight", "k_weight")
+# Queries [in, heads, head_dim] as one matrix.
+_HEADS_JOINED = MatrixSpec(reduction=-3, output=(-2, -1), batch=...)
 
 
 def path_names(path: Iterable[Any]) -> tuple[str, ...]:
@@ -33,29 +31,9 @@ def is_indexer(names: tuple[str, ...]) -> bool:
     return any("indexer" in name for name in names)
 
 
-def kind(names: tuple[str, ...]) -> Kind:
-    """What the parameter at path `names` is.
-
-    Returns:
-        "router_bias" (moved by the load balancing rule, never by a gradient), "norm" (RMSNorm
-        weights), "vector" (biases, mHC base and scale, sinks), "table" (embedding, head, Engram
-        rows) or "matrix" (everything else).
-    """
-    last = names[-1]
-    if "router" in names and last in ("bias", "bias_vl"):
-        return "router_bias"
-    if last in _VECTORS:
-        return "vector"
-    if last.endswith("norm") or last in _ENGRAM_NORMS:
-        return "norm"
-    if last in _TABLES:
-        return "table"
-    return "matrix"
-
-
 def kinds(params: Any) -> Any:
-    """The tree of kinds of a parameter tree."""
-    return jax.tree_util.tree_map_with_path(lambda path, _: kind(path_names(path)), params)
+    """The tree of labels of a parameter tree."""
+    return labels(V41_RULES)(params)
 
 
 def schedule(settings: OptimizerSettings) -> optax.Schedule:
@@ -80,24 +58,60 @@ def clipped(params: Any) -> Any:
     )
 
 
-def build(settings: OptimizerSettings) -> optax.GradientTransformation:
-    """AdamW: decay on matrices and norm weights, none on vectors and tables; clip before it.
+def rules(name: str) -> tuple[Rule, ...]:
+    """The path rules under `config.optimizer.name`, with labels of `v41_optimizer`."""
+    result = []
+    for rule in V41_RULES:
+        if name in ("muon", "head_muon") and rule.label in ("table", "engram_table"):
+            rule = Rule(rule.pattern, "vector")  # AdamW without decay
+        if name == "muon" and rule.pattern.endswith("/wq_b"):
+            rule = rule._replace(spec=_HEADS_JOINED)
+        result.append(rule)
+    return tuple(result)
 
-    Router biases stay as they are here: they have neither gradient nor decay (what moves them is
-    `v41flash.nn.moe.update_router_bias`).
-    """
 
-    def decayed(params):
-        return jax.tree.map(lambda name: name in ("matrix", "norm"), kinds(params))
-
-    adamw = optax.adamw(
+def _adamw(settings: OptimizerSettings) -> optax.GradientTransformation:
+    """Decay on matrices and norm weights, none on vectors and tables."""
+    return optax.adamw(
         schedule(settings),
         b1=settings.beta1,
         b2=settings.beta2,
         eps=settings.eps,
         weight_decay=settings.weight_decay,
-        mask=decayed,
+        mask=lambda params: jax.tree.map(lambda kind: kind in ("matrix", "norm"), kinds(params)),
     )
+
+
+def build(
+    settings: OptimizerSettings, mesh: jax.sharding.Mesh | None = None
+) -> optax.GradientTransformation:
+    """The transform that `settings.name` stands for, with the clip in front.
+
+    Router biases stay as they are here: they have neither gradient nor decay (what moves them is
+    `v41flash.nn.moe.update_router_bias`).
+
+    Args:
+        settings: `config.optimizer`.
+        mesh: devices that Muon's matrices are spread over.
+    """
+    if settings.name == "adamw":
+        transform = _adamw(settings)
+    else:
+        transform = v41_optimizer(
+            schedule(settings),
+            weight_decay=settings.weight_decay,
+            muon_momentum=settings.muon_momentum,
+            muon_rms=settings.update_rms,
+            sinkhorn_beta=settings.sinkhorn_beta,
+            sinkhorn_gamma=settings.update_rms,
+            engram_lr_factor=settings.engram_lr_factor,
+            adam_b1=settings.beta1,
+            adam_b2=settings.beta2,
+            adam_eps=settings.eps,
+            mesh=mesh,
+            rules=rules(settings.name),
+        )
     if not settings.clip_norm:
-        return adamw
-    return optax.chain(optax.masked(optax.clip_by_global_norm(settings.clip_norm), clipped), adamw)
+        return transform
+    clip = optax.masked(optax.clip_by_global_norm(settings.clip_norm), clipped)
+    return optax.chain(clip, transform)

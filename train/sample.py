@@ -49,7 +49,9 @@ def generate(
         Prompt and continuation.
     """
     head = np.concatenate([[tokenizer.bos_id], tokenizer.encode(prompt)]).astype(np.int32)
-    length = -(-(head.size + count) // ced.ALIGNMENT) * ced.ALIGNMENT
+    # Positions are laid over the mesh's context axis.
+    unit = ced.ALIGNMENT * mesh.shape["context"]
+    length = -(-(head.size + count) // unit) * unit
     # Rows are laid over the data axes of the mesh like a training batch: all hold the same text.
     rows = data_shards(mesh)
     tokens = np.full((rows, length), tokenizer.pad_id, np.int32)
@@ -60,8 +62,11 @@ def generate(
     def draw(params, batch, last, key):
         outputs = model.apply({"params": params}, **batch)
         logits = ced.logits(params, outputs.hidden[0, last])
-        # Specials other than the end of the document are no text.
-        logits = logits.at[jnp.array([tokenizer.bos_id, tokenizer.pad_id])].set(-jnp.inf)
+        # Specials other than the end of the document are no text, nor is what the model's
+        # vocabulary has beyond the tokenizer's.
+        ids = jnp.arange(logits.shape[-1])
+        no_text = (ids == tokenizer.bos_id) | (ids == tokenizer.pad_id)
+        logits = jnp.where(no_text | (ids >= tokenizer.vocab_size), -jnp.inf, logits)
         if temperature == 0:
             return jnp.argmax(logits)
         return jax.random.categorical(key, logits / temperature)

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import importlib
 import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ml_collections import ConfigDict
 
-from v41flash.config import ModelConfig
+from v41flash.config import ConfigError, ModelConfig
+from v41flash.errors import InputError
 from v41flash.kernels import Kernels
 
 SECTIONS = ("model", "data", "optimizer", "train", "eval", "mesh", "kernels")
@@ -30,13 +32,18 @@ FREE_ON_RESUME = (
     "train.profile_from",
     "train.profile_steps",
     "train.peak_flops",
+    "train.time_optimizer",
+    "train.max_loss_spike",
     "eval.",
     "mesh.",
     "kernels.",
 )
 
 
-class SettingsError(ValueError):
+OPTIMIZERS = ("adamw", "v41", "head_muon", "muon")
+
+
+class SettingsError(InputError):
     """A configuration that cannot be run; the text is one line for the user."""
 
 
@@ -49,6 +56,12 @@ def _require(condition: bool, key: str, value: Any, right: str) -> None:
 class OptimizerSettings:
     """`config.optimizer`. The horizon of the schedule is its own: it ignores `train.steps`."""
 
+    # What happens to linear weights, and to the embedding, head and Engram tables; norm weights,
+    # biases, sinks and mHC vectors have AdamW everywhere.
+    #   adamw      AdamW, and AdamW without decay
+    #   v41        the V4.1 recipe: Muon by heads and experts, and Sinkhorn-balanced updates
+    #   head_muon  Muon by heads and experts, and AdamW without decay
+    #   muon       Muon with the heads of a layer as one matrix, and AdamW without decay
     name: str = "adamw"
     learning_rate: float = 3e-4
     # None: a tenth of learning_rate.
@@ -63,14 +76,29 @@ class OptimizerSettings:
     weight_decay: float = 0.1
     # 0: no clipping. The indexers' gradients are neither counted nor clipped.
     clip_norm: float = 1.0
+    # Momentum of Muon and of Sinkhorn-balanced updates, and the RMS of the updates of both.
+    muon_momentum: float = 0.95
+    sinkhorn_beta: float = 0.95
+    update_rms: float = 0.18
+    # Times the learning rate: the Engram tables' rate under v41.
+    engram_lr_factor: float = 5.0
 
     def __post_init__(self):
         """Checks the values."""
-        _require(self.name == "adamw", "optimizer.name", self.name, "'adamw'")
-        for name in ("learning_rate", "weight_decay", "clip_norm"):
+        _require(
+            self.name in OPTIMIZERS, "optimizer.name", self.name, f"one of {', '.join(OPTIMIZERS)}"
+        )
+        for name in (
+            "learning_rate",
+            "warmup_steps",
+            "weight_decay",
+            "clip_norm",
+            "update_rms",
+            "engram_lr_factor",
+        ):
             value = getattr(self, name)
             _require(value >= 0, f"optimizer.{name}", value, "at least 0")
-        for name in ("beta1", "beta2"):
+        for name in ("beta1", "beta2", "muon_momentum", "sinkhorn_beta"):
             value = getattr(self, name)
             _require(0 <= value < 1, f"optimizer.{name}", value, "in [0, 1)")
         _require(self.eps > 0, "optimizer.eps", self.eps, "positive")
@@ -84,10 +112,23 @@ class OptimizerSettings:
             )
         final = self.final_learning_rate
         _require(
-            final is None or isinstance(final, (int, float)),
+            final is None or (isinstance(final, (int, float)) and final >= 0),
             "optimizer.final_learning_rate",
             final,
-            "a number or None",
+            "a number of at least 0, or None",
+        )
+        start, end = self.decay_from, self.decay_until
+        _require(
+            (start is None) == (end is None),
+            "optimizer.decay_from, optimizer.decay_until",
+            (start, end),
+            "both given or both None",
+        )
+        _require(
+            start is None or self.warmup_steps <= start < end,
+            "optimizer.warmup_steps, decay_from, decay_until",
+            (self.warmup_steps, start, end),
+            "ordered warmup_steps <= decay_from < decay_until",
         )
 
 
@@ -108,7 +149,8 @@ class TrainSettings:
     stages: tuple = ()
     # Tokens whose logits exist at once in the loss.
     loss_chunk_tokens: int = 2048
-    # Stop when the loss is this many nats above its recent median; 0: only when it is not finite.
+    # Stop when the cross entropy is this many nats above its recent median in this stage; 0: only
+    # when the loss is not finite.
     max_loss_spike: float = 3.0
     log_every: int = 10
     checkpoint_every: int = 100
@@ -118,6 +160,9 @@ class TrainSettings:
     profile_steps: int = 0
     # Ceiling for MFU in FLOP/s per device; 0: measured at the start (accelerators only).
     peak_flops: float = 0.0
+    # Log once, with the first step of this process, what the optimizer takes of a step
+    # (optimizer_ms). It compiles the update once more and needs room for a second state.
+    time_optimizer: bool = False
 
     def __post_init__(self):
         """Checks the values."""
@@ -255,6 +300,8 @@ def _section(kind: type, section: str, values: ConfigDict) -> Any:
             if isinstance(value, str):
                 names = tuple(name.strip() for name in value.split(","))
                 values[key] = names if len(names) > 1 else names[0]
+            if value is not None and not isinstance(value, bool):
+                _check_implementation(key, values[key])
     for name, value in values.items():
         default = fields[name].default
         if isinstance(default, bool) != isinstance(value, bool) and default is not None:
@@ -266,12 +313,43 @@ def _section(kind: type, section: str, values: ConfigDict) -> Any:
     return kind(**values)
 
 
+def _registries(op: str) -> list[Mapping[str, Any]]:
+    """Name -> implementation, of every function of an op."""
+    module = importlib.import_module(f"pallas_kernels.{op}")
+    return [names for key, names in vars(module).items() if key.endswith("IMPLEMENTATIONS")]
+
+
+def _check_implementation(op: str, requested: Any) -> None:
+    """Refuses names that no op has, and what `pallas_kernels.dispatch` would refuse.
+
+    Of a sequence, which may serve several ops, a function passes over the names that it lacks.
+    """
+    ops = [field.name for field in dataclasses.fields(Kernels) if field.default is None]
+    known = {name for other in ops for registry in _registries(other) for name in registry}
+    names = (requested,) if isinstance(requested, str) else requested
+    texts = isinstance(names, tuple) and all(isinstance(name, str) for name in names)
+    if texts and all(name in known for name in names):
+        if all(any(name in registry for name in names) for registry in _registries(op)):
+            return
+    everywhere = sorted(set.intersection(*(set(registry) for registry in _registries(op))))
+    raise SettingsError(
+        f"kernels.{op} = {requested!r}: must be a name of {', '.join(everywhere)}, or several to "
+        f"be tried in order, separated by commas, of {', '.join(sorted(known))}"
+    )
+
+
+def _model(values: ConfigDict) -> ModelConfig:
+    try:
+        return ModelConfig.from_dict(values.to_dict())
+    except ConfigError as error:
+        raise SettingsError(f"model.{error}") from error
+
+
 def resolve(config: ConfigDict) -> Settings:
     """Checks a configuration and gives its typed form.
 
     Raises:
         SettingsError: a section or key is missing or unknown, or a value is impossible.
-        ValueError: ModelConfig refuses the model.
     """
     for section in config:
         if section not in SECTIONS:
@@ -282,7 +360,7 @@ def resolve(config: ConfigDict) -> Settings:
         if section not in config:
             raise SettingsError(f"config.{section} is missing; sections: {', '.join(SECTIONS)}")
     return Settings(
-        model=ModelConfig.from_dict(config.model.to_dict()),
+        model=_model(config.model),
         data=config.data,
         optimizer=_section(OptimizerSettings, "optimizer", config.optimizer),
         train=_section(TrainSettings, "train", config.train),

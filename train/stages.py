@@ -121,11 +121,9 @@ def resolve_stages(config: ConfigDict) -> tuple[Stage, ...]:
             continue
         try:
             settings = resolve(_with_overrides(config, overrides))
-        except SettingsError:
-            raise
-        except ValueError as error:
-            where = f"train.stages, from step {start}: " if overrides else ""
-            raise SettingsError(f"{where}{error}") from error
+        except SettingsError as error:
+            # The base configuration has been resolved above: the overrides are at fault.
+            raise SettingsError(f"train.stages, from step {start}: {error}") from error
         stages.append(Stage(start, settings, overrides))
     return tuple(stages)
 
@@ -136,17 +134,20 @@ def stage_at(stages: tuple[Stage, ...], step: int) -> int:
 
 
 def check_same_parameters(stage: Stage, first: Any, params: Any) -> None:
-    """Refuses a stage whose (abstract) parameters differ in name or shape from the first stage's.
+    """Refuses a stage whose (abstract) parameters are not those of the first stage.
 
     Raises:
-        SettingsError: names the stage, the parameter and both shapes.
+        SettingsError: a name, shape or dtype differs; names the stage, the parameter and both.
     """
 
-    def shapes(tree):
+    def described(tree):
         leaves = jax.tree_util.tree_leaves_with_path(tree)
-        return {jax.tree_util.keystr(path): leaf.shape for path, leaf in leaves}
+        return {
+            jax.tree_util.keystr(path): f"{jax.numpy.dtype(leaf.dtype)}{list(leaf.shape)}"
+            for path, leaf in leaves
+        }
 
-    before, after = shapes(first), shapes(params)
+    before, after = described(first), described(params)
     for name in sorted(before.keys() | after.keys()):
         if before.get(name) != after.get(name):
             raise SettingsError(

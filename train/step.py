@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -69,14 +70,22 @@ def abstract_state(
     """
     replicated = NamedSharding(mesh, PartitionSpec())
     params = abstract_params(model, mesh)
+
+    def alike(leaf, param):
+        if isinstance(leaf, optax.MaskedNode):
+            return leaf
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=param.sharding)
+
     opt_state = optax.tree_utils.tree_map_params(
         optimizer,
-        lambda leaf, param: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=param.sharding),
+        alike,
         jax.eval_shape(optimizer.init, params),
         params,
         transform_non_params=lambda leaf: jax.ShapeDtypeStruct(
             leaf.shape, leaf.dtype, sharding=replicated
         ),
+        # The parameters that another transform of a partitioned optimizer has.
+        is_leaf=lambda node: isinstance(node, optax.MaskedNode),
     )
     return TrainState(jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated), params, opt_state)
 
@@ -174,10 +183,9 @@ def _microbatches(batch: Batch, count: int) -> Batch:
 
 
 def _largest_norm_weight(params: Any) -> jax.Array:
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    names = [(optimizer_lib.path_names(path), leaf) for path, leaf in leaves]
-    norms = [jnp.max(jnp.abs(leaf)) for name, leaf in names if optimizer_lib.kind(name) == "norm"]
-    return jnp.max(jnp.stack(norms))
+    kinds = jax.tree.leaves(optimizer_lib.kinds(params))
+    leaves = zip(kinds, jax.tree.leaves(params), strict=True)
+    return jnp.max(jnp.stack([jnp.max(jnp.abs(leaf)) for kind, leaf in leaves if kind == "norm"]))
 
 
 def _split_norm(gradients: Any) -> tuple[jax.Array, jax.Array]:
@@ -215,8 +223,6 @@ def make_train_step(
         entropy = _cross_entropy(params, outputs.hidden, batch, train.loss_chunk_tokens)
         ce = entropy.nats / totals["targets"]
         balance = outputs.balance_loss * counts["rows"] / totals["rows"]
-        # Queries without any visible entry (the first of a document) differ between sources, so
-        # this weight is exact up to those.
         kl = outputs.indexer_kl * counts["tokens"] / totals["tokens"]
         loss = ce + train.balance_weight * balance + train.indexer_weight * kl
         metrics = {
@@ -276,7 +282,13 @@ def make_train_step(
     return step
 
 
-def compile_train_step(step: Any, abstract: TrainState, batch: Batch, mesh: Mesh) -> Any:
+def compile_train_step(
+    step: Any,
+    abstract: TrainState,
+    batch: Batch,
+    mesh: Mesh,
+    compiler_options: Mapping[str, Any] | None = None,
+) -> Any:
     """Compiles ahead of the first call. The state that is passed in is donated.
 
     Args:
@@ -284,6 +296,7 @@ def compile_train_step(step: Any, abstract: TrainState, batch: Batch, mesh: Mesh
         abstract: from `abstract_state`.
         batch: a batch on the device, or abstract arrays with shardings.
         mesh: of both.
+        compiler_options: of XLA.
 
     Returns:
         The compiled executable; call it as `step`.
@@ -296,13 +309,39 @@ def compile_train_step(step: Any, abstract: TrainState, batch: Batch, mesh: Mesh
         out_shardings=(shardings, NamedSharding(mesh, PartitionSpec())),
         donate_argnums=0,
     )
-    return jitted.lower(abstract, dict(batch)).compile()
+    return jitted.lower(abstract, dict(batch)).compile(compiler_options)
 
 
-def make_eval_step(model: ced.CED, chunk_tokens: int) -> Any:
-    """(params, batch) -> `losses.CrossEntropy` sums over the batch."""
+def optimizer_milliseconds(
+    optimizer: optax.GradientTransformation, state: TrainState, repeats: int = 3
+) -> float:
+    """Time of the optimizer's part of a step alone, the best of `repeats`.
+
+    The gradients are stand-ins of the right size and layout. Nothing is donated, so the device must
+    have room for a second copy of parameters and optimizer state.
+    """
 
     @jax.jit
+    def update(params, opt_state):
+        gradients = jax.tree.map(lambda leaf: 1e-3 * leaf, params)
+        updates, opt_state = optimizer.update(gradients, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    compiled = update.lower(state.params, state.opt_state).compile()
+    best = math.inf
+    for _ in range(repeats):
+        started = time.perf_counter()
+        jax.block_until_ready(compiled(state.params, state.opt_state))
+        best = min(best, time.perf_counter() - started)
+    return 1e3 * best
+
+
+def make_eval_step(
+    model: ced.CED, chunk_tokens: int, compiler_options: Mapping[str, Any] | None = None
+) -> Any:
+    """(params, batch) -> `losses.CrossEntropy` sums over the batch."""
+
+    @functools.partial(jax.jit, compiler_options=compiler_options)
     def step(params: Any, batch: Batch) -> losses.CrossEntropy:
         outputs, _ = _model_outputs(model, params, batch)
         return _cross_entropy(params, outputs.hidden, batch, chunk_tokens)

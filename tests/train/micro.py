@@ -21,25 +21,25 @@ def write_corpus(folder: pathlib.Path, documents: int = 24) -> None:
 
 
 def model():
-    """Three layers: window, Full (m = 2) with Engram, Full (m = 1)."""
+    """Two layers: Full (m = 2) with Engram, Full (m = 1)."""
     primes = table_primes(31, 3, 1, 1)
     return dataclasses.replace(
         presets.tiny(),
         vocab_size=260,
         image_token_id=259,
         hidden_size=32,
-        num_hidden_layers=3,
+        num_hidden_layers=2,
         num_attention_heads=2,
         q_lora_rank=16,
         o_lora_rank=8,
-        compress_ratios=(0, 2, 1),
-        kv_source_layer_ids=(1, 2),
-        index_source_layer_ids=(1, 2),
+        compress_ratios=(2, 1),
+        kv_source_layer_ids=(0, 1),
+        index_source_layer_ids=(0, 1),
         candidate_source_layer_id=None,
         n_routed_experts=4,
         moe_intermediate_size=16,
         hc_sinkhorn_iters=2,
-        engram_layer_ids=(1,),
+        engram_layer_ids=(0,),
         engram_num_embeddings=tuple(sum(sum(order) for order in site) for site in primes),
         engram_max_ngram_size=3,
         engram_n_heads=1,

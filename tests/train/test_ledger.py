@@ -11,6 +11,7 @@ from train.ledger import Dispatched, Ledger, TrainingDiverged
 def _step(step, loss=2.0, **values):
     metrics = {
         "loss": loss,
+        "ce": loss,
         "grad_norm": 1.0,
         "indexer_grad_norm": 1.0,
         "tokens": 10.0,
@@ -28,7 +29,7 @@ def test_it_reads_all_but_the_newest_steps():
     assert ledger.settle(keep=1) == 1
     assert ledger.values["loss"] == 5.0
     assert ledger.settle() == 2
-    assert list(ledger.recent_losses) == [5.0, 4.0]
+    assert list(ledger.recent) == [5.0, 4.0]
     rates = ledger.rates(ceiling=1e9)
     assert set(rates) == {"tokens_per_second", "step_seconds", "mfu"}
     assert math.isclose(rates["tokens_per_second"] * rates["step_seconds"], 10.0)
@@ -62,7 +63,7 @@ def test_a_jump_of_the_loss_stops_the_run_once_there_is_a_history():
     ledger.add(_step(10, 4.9))
     assert ledger.settle() == 10
     ledger.add(_step(11, 5.1))
-    with pytest.raises(TrainingDiverged, match="step 11: loss 5.1 is more than .* above .* 2"):
+    with pytest.raises(TrainingDiverged, match="step 11: ce 5.1 is more than .* above .* 2"):
         ledger.settle()
 
 
@@ -71,10 +72,22 @@ def test_the_history_can_be_carried_over():
     for step in range(40):
         first.add(_step(step, 2.0))
     first.settle()
-    second = Ledger(3.0, list(first.recent_losses))
+    second = Ledger(3.0, list(first.recent))
     second.add(_step(41, 9.0))
     with pytest.raises(TrainingDiverged):
         second.settle()
+
+
+def test_only_the_cross_entropy_of_this_stage_is_compared():
+    ledger = Ledger(3.0)
+    for step in range(1, 11):
+        ledger.add(_step(step, 2.0))
+    ledger.add(_step(11, 50.0, ce=2.0))
+    ledger.settle()
+    ledger.forget()
+    ledger.add(_step(12, 9.0))
+    assert ledger.settle() == 12
+    assert list(ledger.recent) == [9.0]
 
 
 def test_many_documents_are_counted():

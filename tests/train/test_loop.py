@@ -1,19 +1,24 @@
 """Whole runs of a very small model: what they leave behind, resuming, stopping."""
 
+import functools
 import json
 import os
+import shutil
 
 import jax
 import numpy as np
 import pytest
 
 from tests.train import micro
-from train import loop, metrics
+from tests.v41flash.nn.samples import QUICK_COMPILE
+from train import closing, loop, metrics
 from train import main as main_lib
+from train import step as step_lib
 from train.data import pipeline
 from train.ledger import TrainingDiverged
 from train.settings import SettingsError
 from v41flash.checkpoints.orbax import Checkpoints
+from v41flash.errors import InputError
 
 # Wall-clock numbers and what only evaluated steps have.
 _TIMES = {"tokens_per_second", "step_seconds", "mfu", "peak_memory_bytes"}
@@ -21,7 +26,15 @@ _TIMES = {"tokens_per_second", "step_seconds", "mfu", "peak_memory_bytes"}
 
 @pytest.fixture(scope="module", autouse=True)
 def compilation_cache(tmp_path_factory):
-    """The runs here compile the same few programs: each once."""
+    """The runs here compile the same few programs: each once, and quickly."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("compile_train_step", "make_eval_step"):
+            quick = functools.partial(getattr(step_lib, name), compiler_options=QUICK_COMPILE)
+            patch.setattr(step_lib, name, quick)
+        yield from _compilation_cache(tmp_path_factory)
+
+
+def _compilation_cache(tmp_path_factory):
     if os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         yield
         return
@@ -88,7 +101,8 @@ def test_the_run_folder(straight):
     assert "group_1/first/attn/indexer/wq_b" in table and "Activated per token" in table
     assert (straight / "sample.txt").read_text().startswith("the cat")
     with Checkpoints(straight / "checkpoints") as checkpoints:
-        assert checkpoints.steps() == [8]
+        # The boundary of the two stages, and the end.
+        assert checkpoints.steps() == [3, 8]
 
 
 def test_the_metrics(straight):
@@ -108,20 +122,60 @@ def test_the_metrics(straight):
     evaluated = [row["step"] for row in rows if "heldout_bits_per_byte" in row]
     assert evaluated == [4, 8]
     assert rows[-1]["heldout_bits_per_byte"] < rows[3]["heldout_bits_per_byte"] < 8
+    assert [row["step"] for row in rows if "ngram_bits_per_byte" in row] == [8]
+    assert 0 < rows[-1]["ngram_bits_per_byte"] < 8
 
 
 def test_the_same_call_again_says_that_the_run_is_complete(straight, folder, capsys):
     before = (straight / "metrics.jsonl").read_text()
     loop.run(_config(folder), straight)
-    assert "complete: 8 of 8 steps" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "complete: 8 of 8 steps" in out and "held-out: " in out
     assert (straight / "metrics.jsonl").read_text() == before
 
 
+def test_the_same_call_again_makes_up_what_is_missing(straight, folder, tmp_path, capsys):
+    """Stopped in the last evaluation: the state is saved, its numbers come with the next call."""
+    shutil.copytree(straight, tmp_path / "run")
+    before = (straight / "metrics.jsonl").read_text().splitlines()
+    row = {k: v for k, v in json.loads(before[-1]).items() if "bits" not in k}
+    (tmp_path / "run" / "metrics.jsonl").write_text("\n".join([*before[:-1], json.dumps(row)]))
+    for name in ("loss.png", "sample.txt"):
+        (tmp_path / "run" / name).unlink()
+    config = _config(folder)
+    config.eval.update(sample_tokens=3, sample_prompt="the cat", byte_ngram=True)
+    loop.run(config, tmp_path / "run")
+    assert _rows(tmp_path / "run") == _rows(straight)
+    assert (tmp_path / "run" / "loss.png").exists()
+    sample = (straight / "sample.txt").read_text()
+    assert (tmp_path / "run" / "sample.txt").read_text() == sample
+    assert sample in capsys.readouterr().out
+
+
+def test_a_run_is_saved_before_it_is_evaluated(folder, tmp_path, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(closing, "heldout", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        loop.run(_config(folder, steps=2, indexer_warmup_steps=8), tmp_path)
+    with Checkpoints(tmp_path / "checkpoints") as checkpoints:
+        assert checkpoints.steps() == [2]
+    assert [row["step"] for row in _rows(tmp_path)] == [1, 2]
+
+
 def test_a_run_in_two_parts_has_the_same_numbers(straight, folder, tmp_path, capsys):
-    loop.run(_config(folder, steps=4), tmp_path)
-    loop.run(_config(folder, steps=8), tmp_path)
-    assert "going on from step 4" in capsys.readouterr().out
-    assert _rows(tmp_path) == _rows(straight)
+    # Up to the boundary of the stages.
+    loop.run(_config(folder, steps=3), tmp_path)
+    plot = (tmp_path / "loss.png").read_bytes()
+    config = _config(folder, steps=8)
+    config.eval.byte_ngram = True
+    loop.run(config, tmp_path)
+    assert "going on from step 3" in capsys.readouterr().out
+    rows = _rows(tmp_path)
+    rows[2] = {k: v for k, v in rows[2].items() if "heldout" not in k}
+    assert rows == _rows(straight)
+    assert (tmp_path / "loss.png").read_bytes() != plot
 
 
 def test_an_interrupted_run_goes_on_with_the_same_numbers(straight, folder, tmp_path, monkeypatch):
@@ -139,8 +193,10 @@ def test_an_interrupted_run_goes_on_with_the_same_numbers(straight, folder, tmp_
         with pytest.raises(KeyboardInterrupt):
             loop.run(config, tmp_path)
     assert [row["step"] for row in _rows(tmp_path)] == [1, 2, 3, 4, 5]
-    with open(tmp_path / "metrics.jsonl", "a") as file:
-        file.write('{"step": 6, "lo')
+    # As if it had been killed while it wrote the line of the step that it had just saved.
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    (tmp_path / "metrics.jsonl").write_text("\n".join([*lines[:2], lines[2][:20]]))
+    config.eval.byte_ngram = True
     loop.run(config, tmp_path)
     assert _rows(tmp_path) == _rows(straight)
     with Checkpoints(tmp_path / "checkpoints") as checkpoints:
@@ -155,6 +211,14 @@ def test_another_configuration_is_refused(straight, folder, capsys):
     assert [row["step"] for row in _rows(straight)] == list(range(1, 9))
 
 
+def test_another_corpus_is_refused_before_anything_is_written(straight, folder, monkeypatch):
+    before = {path: path.stat().st_mtime_ns for path in straight.rglob("*")}
+    monkeypatch.setattr(pipeline.Data, "fingerprint", "another")
+    with pytest.raises(InputError, match="'another': corpus or data settings changed"):
+        loop.run(_config(folder, steps=9), straight)
+    assert {path: path.stat().st_mtime_ns for path in straight.rglob("*")} == before
+
+
 def test_a_loss_that_is_not_finite_stops_the_run_before_it_is_saved(
     folder, tmp_path, monkeypatch, capsys
 ):
@@ -167,7 +231,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_it_is_saved(
         return batch
 
     monkeypatch.setattr(pipeline.TrainIterator, "__next__", poison)
-    config = _config(folder, checkpoint_every=2, log_every=100)
+    config = _config(folder, checkpoint_every=2, log_every=100, indexer_warmup_steps=8)
     with pytest.raises(TrainingDiverged) as caught:
         loop.run(config, tmp_path)
     message = str(caught.value)

@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from pallas_kernels import mhc, sparse_attention
 from tests.train import micro
 from train import settings
 from train.settings import SettingsError
@@ -31,13 +32,24 @@ def test_defaults_resolve(config):
         ("train.steps", 2.5, "train.steps = 2.5: must be a whole number"),
         ("train.steps", "many", "train.steps = 'many': must be a number"),
         ("train.max_loss_spike", -1.0, "train.max_loss_spike = -1.0"),
-        ("optimizer.name", "sgd", "optimizer.name = 'sgd': must be 'adamw'"),
+        ("optimizer.name", "sgd", "optimizer.name = 'sgd': must be one of adamw, v41"),
         ("optimizer.beta2", 1.0, "optimizer.beta2 = 1.0"),
         ("optimizer.eps", 0.0, "optimizer.eps = 0.0"),
         ("optimizer.decay_from", "late", "optimizer.decay_from = 'late'"),
+        ("optimizer.warmup_steps", -1, "optimizer.warmup_steps = -1"),
+        ("optimizer.muon_momentum", 1.5, "optimizer.muon_momentum = 1.5"),
+        ("optimizer.final_learning_rate", -1.0, "optimizer.final_learning_rate = -1.0"),
+        ("optimizer.decay_from", 4, "decay_until = (4, None): must be both given"),
         ("eval.batches", 0, "eval.batches = 0"),
+        ("kernels.indexer", "none_such", "kernels.indexer = 'none_such': must be a name of xla"),
+        (
+            "kernels.fp4",
+            "xla,none_such",
+            "kernels.fp4 = ('xla', 'none_such'): must be",
+        ),
+        ("kernels.mhc", 3, "kernels.mhc = 3"),
         ("mesh.distributed", 1, "mesh.distributed = 1"),
-        ("model.index_topk", -3, "index_topk = -3"),
+        ("model.index_topk", -3, "model.index_topk = -3"),
     ],
 )
 def test_impossible_values_are_named(config, key, value, names):
@@ -84,13 +96,30 @@ def test_hints(config, key, hint):
     assert settings.closest(key, settings.flatten(config.to_dict())) == hint
 
 
-def test_kernels_are_one_name_or_several(config):
+def test_kernels_are_one_name_or_several(config, monkeypatch):
+    # Another op's: what a sequence names need not exist for all.
+    monkeypatch.setitem(mhc.READ_IMPLEMENTATIONS, "mosaic_gpu", None)
     config.kernels.indexer = "xla"
     config.kernels.sparse_attention = "mosaic_gpu, xla"
     kernels = settings.resolve(config).kernels
     assert kernels.indexer == "xla"
     assert kernels.sparse_attention == ("mosaic_gpu", "xla")
     assert kernels.mhc is None
+
+
+def test_an_implementation_must_exist_for_every_function_of_its_op(config, monkeypatch):
+    monkeypatch.setitem(sparse_attention.ATTENTION_IMPLEMENTATIONS, "fast", None)
+    config.kernels.sparse_attention = "fast, xla"
+    assert settings.resolve(config).kernels.sparse_attention == ("fast", "xla")
+    config.kernels.sparse_attention = "fast"
+    with pytest.raises(SettingsError, match="sparse_attention = 'fast': must be a name of xla"):
+        settings.resolve(config)
+
+
+def test_steps_of_the_schedule_must_be_ordered(config):
+    config.optimizer.update(warmup_steps=9, decay_from=3, decay_until=12)
+    with pytest.raises(SettingsError, match=r"\(9, 3, 12\): must be ordered"):
+        settings.resolve(config)
 
 
 def test_resume_refuses_what_makes_another_run(config):
@@ -120,6 +149,8 @@ def test_resume_allows_length_logging_evaluation_mesh_and_kernels(config):
     config.train.log_every = 5
     config.train.checkpoint_every = 7
     config.train.profile_steps = 1
+    config.train.max_loss_spike = 9.0
+    config.train.time_optimizer = True
     config.eval.batches = 3
     config.mesh.fsdp = 2
     config.kernels.mhc = "xla"

@@ -63,7 +63,7 @@ def test_a_stage_at_step_zero_replaces_the_base(config):
         ((("3", {}),), "('3', {})"),
         ((3, {}), "3 must be (from_step"),
         (((3, {"model.index_topk": "two"}),), "model.index_topk = 'two'"),
-        (((3, {"model.index_topk": -1}),), "from step 3: index_topk = -1"),
+        (((3, {"model.index_topk": -1}),), "from step 3: model.index_topk = -1"),
     ],
 )
 def test_mistakes_are_named(config, value, names):
@@ -81,5 +81,8 @@ def test_parameters_must_keep_their_shapes(config):
     stages.check_same_parameters(stage, before, before)
     with pytest.raises(SettingsError, match="from step 3: .*moe_intermediate_size.*w2.*16.*8"):
         stages.check_same_parameters(stage, before, after)
+    other = {"ffn": {"w2": jax.ShapeDtypeStruct((4, 16, 32), "bfloat16")}}
+    with pytest.raises(SettingsError, match="w2.* from float32.* to bfloat16"):
+        stages.check_same_parameters(stage, before, other)
     with pytest.raises(SettingsError, match="absent"):
         stages.check_same_parameters(stage, before, {})

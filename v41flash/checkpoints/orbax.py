@@ -89,7 +89,7 @@ class Checkpoints:
         return restored["params"], restored["opt_state"]
 
     def restore_params(self, step: int, params: Any) -> Any:
-        """Reads the parameters alone; see `restore`."""
+        """Reads the parameters alone, onto the shardings of an abstract tree; see `restore`."""
         restored = self._manager.restore(
             step, args=ocp.args.Composite(params=ocp.args.StandardRestore(params))
         )

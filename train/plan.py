@@ -1,0 +1,143 @@
+"""A run that has been checked as a whole: what `train.loop` starts from.
+
+Everything that can be wrong with a configuration, a corpus, a mesh or a run folder is found here,
+for all stages, before anything is written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import optax
+from jax.sharding import Mesh
+
+from train import optimizer as optimizer_lib
+from train import stages as stages_lib
+from train import step as step_lib
+from train.data import pipeline
+from train.data.stream import check_fingerprint
+from train.settings import Settings, SettingsError
+from v41flash import sharding
+from v41flash.checkpoints.orbax import Checkpoints
+from v41flash.nn import ced
+
+
+class Saved(NamedTuple):
+    """The newest checkpoint: updates done, and the note that the loop saved with it."""
+
+    step: int
+    meta: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A checked run. Per stage: its settings, its model (with the indexers' loss), its data.
+
+    Attributes:
+        stages: from `train.stages`.
+        models: one per stage; all have the same parameters.
+        data: one per stage.
+        optimizer: the transform.
+        mesh: all devices.
+        abstract: the state, as shapes with shardings.
+        saved: where to go on from; None starts anew.
+    """
+
+    stages: tuple[stages_lib.Stage, ...]
+    models: tuple[ced.CED, ...]
+    data: tuple[pipeline.Data, ...]
+    optimizer: optax.GradientTransformation
+    mesh: Mesh
+    abstract: step_lib.TrainState
+    saved: Saved | None
+
+    @property
+    def settings(self) -> Settings:
+        """Of the first stage; what cannot be staged is the same in all."""
+        return self.stages[0].settings
+
+    @property
+    def first_step(self) -> int:
+        """Updates done before this process's first one."""
+        return self.saved.step if self.saved else 0
+
+    def inference_model(self, index: int) -> ced.CED:
+        """The model of a stage without the indexers' loss."""
+        model = self.models[index]
+        return ced.CED(model.config, model.kernels)
+
+
+def newest(workdir: Path) -> Saved | None:
+    """The newest complete checkpoint of a run folder."""
+    if not (workdir / "checkpoints").is_dir():
+        return None
+    with Checkpoints(workdir / "checkpoints") as stored:
+        step = stored.latest_step()
+        return None if step is None else Saved(step, stored.meta(step))
+
+
+def prepare(stages: tuple[stages_lib.Stage, ...], workdir: Path, saved: Saved | None) -> Plan:
+    """Checks all stages of a run.
+
+    Raises:
+        InputError: one line that names what is wrong.
+    """
+    # What is quick comes first: tokenising a corpus may take long.
+    settings = stages[0].settings
+    _check_folder(workdir)
+    for stage in stages:
+        pipeline.check_config(stage.settings.data)
+    mesh = sharding.make_mesh(settings.mesh.sizes())
+    for stage in stages:
+        _check_layout(stage.settings, mesh)
+    optimizer = optimizer_lib.build(settings.optimizer, mesh)
+    models = tuple(
+        ced.CED(stage.settings.model, stage.settings.kernels, indexer_loss=True) for stage in stages
+    )
+    abstract = step_lib.abstract_state(models[0], optimizer, mesh)
+    for stage, model in zip(stages[1:], models[1:], strict=True):
+        if model != models[0]:
+            params = step_lib.abstract_params(model, mesh)
+            stages_lib.check_same_parameters(stage, abstract.params, params)
+    data = pipeline.from_sections([(s.settings.data, s.settings.model) for s in stages])
+    if saved is not None:
+        made_in = stages_lib.stage_at(stages, saved.step - 1)
+        stream = saved.meta["data"]["fingerprint"]
+        check_fingerprint(stream, data[made_in].fingerprint)
+    return Plan(stages, models, tuple(data), optimizer, mesh, abstract, saved)
+
+
+def _check_folder(workdir: Path) -> None:
+    try:
+        folder = workdir
+        while not folder.exists():
+            folder = folder.parent
+        usable = folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
+    except OSError:
+        usable = False
+    if not usable:
+        raise SettingsError(f"--workdir={workdir}: must be a folder that can be written to")
+
+
+def _check_layout(settings: Settings, mesh: Mesh) -> None:
+    batch, accumulation = settings.data.batch_size, settings.train.accumulation
+    shards, hosts = step_lib.data_shards(mesh), jax.process_count()
+    if batch % (accumulation * shards):
+        raise SettingsError(
+            f"data.batch_size = {batch}: must be a multiple of train.accumulation {accumulation} "
+            f"times the {shards} devices that share the rows"
+        )
+    if shards % hosts:
+        raise SettingsError(
+            f"mesh: the rows of a batch are split over {shards} devices (data * fsdp * expert), "
+            f"which must be a multiple of the {hosts} hosts"
+        )
+    length, context = settings.data.sequence_length, mesh.shape["context"]
+    if length % context:
+        raise SettingsError(
+            f"data.sequence_length = {length}: must be a multiple of mesh.context {context}"
+        )
