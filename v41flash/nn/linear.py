@@ -9,9 +9,10 @@ import jax.numpy as jnp
 
 
 def contract(spec: str, x: jax.Array, weight: jax.Array) -> jax.Array:
-    """`einsum(spec, x, weight)` in the dtype of `x`, accumulated in float32.
+    """`einsum(spec, x, weight)` in the dtype of `x`.
 
-    float32 inputs are multiplied in full float32 on every backend (accelerators would otherwise
+    bfloat16 products accumulate in float32 on accelerators; XLA for the CPU may round partial sums
+    of batched ones. float32 inputs are multiplied in full float32 on every backend (accelerators would otherwise
     round them first). A float32 weight of a bfloat16 `x` is rounded for the product, but its
     gradient is not: it comes out of the accumulation in float32.
 
