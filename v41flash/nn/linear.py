@@ -12,9 +12,9 @@ def contract(spec: str, x: jax.Array, weight: jax.Array) -> jax.Array:
     """`einsum(spec, x, weight)` in the dtype of `x`.
 
     bfloat16 products accumulate in float32 on accelerators; XLA for the CPU may round partial sums
-    of batched ones. float32 inputs are multiplied in full float32 on every backend (accelerators would otherwise
-    round them first). A float32 weight of a bfloat16 `x` is rounded for the product, but its
-    gradient is not: it comes out of the accumulation in float32.
+    of batched ones. float32 inputs are multiplied in full float32 on every backend (accelerators
+    would otherwise round them first). A float32 weight of a bfloat16 `x` is rounded for the
+    product, but its gradient is not: it comes out of the accumulation in float32.
 
     Args:
         spec: "x axes,weight axes->result axes", each axis in two of the three.

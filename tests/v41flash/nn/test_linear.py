@@ -34,7 +34,8 @@ def test_float32_weights_of_bfloat16_activations(spec):
         (grad_x, f"{out},{theirs}->{ours}", grad64),
     ):
         error = abs(np.asarray(value, np.float64) - np.einsum(product, a, rounded))
-        assert (error <= 2**-7 * np.einsum(product, abs(a), abs(rounded))).all()
+        # Loose, because XLA for the CPU may round every partial sum of a batched product.
+        assert (error <= 2**-6 * np.einsum(product, abs(a), abs(rounded))).all()
 
 
 def test_equal_dtypes_stay_in_that_dtype():
