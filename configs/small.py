@@ -11,7 +11,7 @@ it reaches, and how fast, is in docs/results/small.md.
 """
 
 from configs import _defaults
-from v41flash.config import ModelConfig
+from v41flash import presets
 from v41flash.text.engram_hash import table_primes
 
 _ORDERS, _HASH_HEADS, _HASH_START = 3, 8, 16384
@@ -20,46 +20,24 @@ _ORDERS, _HASH_HEADS, _HASH_START = 3, 8, 16384
 def get_config():
     """The configuration."""
     primes = table_primes(_HASH_START, _ORDERS + 1, _HASH_HEADS, 2)
-    model = ModelConfig(
+    model = presets.v41_flash(
+        # What differs from the published model; its widths of a head stay.
         vocab_size=32768,
         image_token_id=259,
-        bos_token_id=0,
-        eos_token_id=1,
-        pad_token_id=2,
         hidden_size=1024,
         num_hidden_layers=12,
         num_attention_heads=16,
-        head_dim=512,
-        qk_rope_head_dim=64,
         q_lora_rank=512,
         o_lora_rank=512,
         o_groups=4,
-        sliding_window=128,
         compress_ratios=(0, 0, 2, 2, 2, 2, 1, 1, 1, 1, 1, 1),
         kv_source_layer_ids=(2, 6),
         index_source_layer_ids=(2, 6, 9),
-        index_n_heads=32,
-        index_head_dim=128,
-        index_topk=512,
         candidate_source_layer_id=6,
         candidate_topk_blocks=256,
-        candidate_block_size=8,
         n_routed_experts=32,
         num_experts_per_tok=4,
         moe_intermediate_size=512,
-        routed_scaling_factor=1.5,
-        swiglu_limit=10.0,
-        hc_mult=4,
-        hc_sinkhorn_iters=20,
-        hc_eps=1e-6,
-        rms_norm_eps=1e-20,
-        max_position_embeddings=1048576,
-        rope_theta=10000.0,
-        compress_rope_theta=160000.0,
-        rope_factor=16,
-        rope_beta_fast=32,
-        rope_beta_slow=1,
-        rope_original_max_position_embeddings=65536,
         engram_layer_ids=(1, 6),
         engram_num_embeddings=tuple(sum(map(sum, site)) for site in primes),
         engram_max_ngram_size=_ORDERS + 1,
@@ -67,7 +45,16 @@ def get_config():
         engram_head_dim=128,
         engram_vocab_size=_HASH_START,
         engram_compressed_vocab_size=230,
-        engram_pad_token_id=2,
+        # Text only, no draft head, nothing stored in FP8.
+        num_nextn_predict_layers=0,
+        dspark_block_size=0,
+        dspark_noise_token_id=0,
+        dspark_target_layer_ids=(),
+        dspark_markov_rank=0,
+        dspark_n_routed_experts=0,
+        dspark_num_experts_per_tok=0,
+        vision=None,
+        quantization_config=None,
     )
     config = _defaults.get_config(model)
 
