@@ -1,6 +1,7 @@
 """Parameter kinds and AdamW's groups, against formulas written out in NumPy."""
 
 import collections
+import dataclasses
 import os
 import pathlib
 import subprocess
@@ -30,11 +31,22 @@ from v41flash.optim.partition import match
 @pytest.fixture(scope="module")
 def params():
     """Random values in the shapes of a real parameter tree."""
-    model = ced.CED(micro.model())
+    model = ced.CED(_model())
     abstract = step_lib.abstract_params(model, sharding.make_mesh({}, jax.devices()[:1]))
     rng = np.random.default_rng(0)
     return jax.tree.map(
         lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), jnp.float32), abstract
+    )
+
+
+def _model():
+    """One layer has every kind of parameter."""
+    return dataclasses.replace(
+        micro.model(),
+        num_hidden_layers=1,
+        compress_ratios=(2,),
+        kv_source_layer_ids=(0,),
+        index_source_layer_ids=(0,),
     )
 
 
@@ -115,7 +127,7 @@ def test_the_rules_of_each_name(params, name, label, batch):
     assert engram == ("engram_table" if name == "v41" else "vector")
     leaves = dict(zip(names, jax.tree.leaves(params), strict=True))
     queries = [path for path in names if path.endswith("wq_b")]
-    assert len(queries) == 4  # two layers, each with an indexer
+    assert len(queries) == 2  # the attention's and the indexer's
     for path in queries:
         assert leaves[path].shape[1] == 2
         assert Matrices.of(rules[path].spec, leaves[path].shape, path).batch == batch, path
@@ -146,7 +158,7 @@ def test_every_optimizer_trains(model_gradient, name):
 @pytest.fixture(scope="module")
 def model_gradient():
     """(params -> (loss, gradients) on one batch of the micro model, initial parameters)."""
-    config = micro.model()
+    config = _model()
     rng = np.random.default_rng(0)
     tokens = jnp.asarray(rng.integers(3, 100, (2, 32)), jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(32, dtype=jnp.int32), (2, 32))

@@ -1,0 +1,95 @@
+"""Every file of configs/ can be run; quickstart keeps what its docstring promises."""
+
+import importlib
+import pkgutil
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import configs
+from train import closing, optimizer, stages
+from train.data import pipeline
+from v41flash.nn import ced
+
+NAMES = [module.name for module in pkgutil.iter_modules(configs.__path__)]
+NAMES = [name for name in NAMES if not name.startswith("_")]
+
+
+def load(name):
+    return importlib.import_module(f"configs.{name}").get_config()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_resolves_and_its_model_and_optimizer_can_be_built(name):
+    """As shapes: nothing of the size of the model is allocated."""
+    made = stages.resolve_stages(load(name))
+    for stage in made:
+        pipeline.check_config(stage.settings.data)
+    settings = made[0].settings
+    model = ced.CED(settings.model, settings.kernels, indexer_loss=True)
+    row = jnp.zeros((1, 8), jnp.int32)
+    shape = (1, 8, settings.model.num_engram_sites, settings.model.engram_rows_per_token)
+    inputs = (row, row, row, jnp.zeros(shape, jnp.int32))
+    params = nn.unbox(jax.eval_shape(model.init, jax.random.key(0), *inputs))["params"]
+    embed = (settings.model.vocab_size, settings.model.hidden_size)
+    assert params["embed"].shape == embed
+    state = jax.eval_shape(optimizer.build(settings.optimizer).init, params)
+    assert sum(leaf.size for leaf in jax.tree.leaves(state)) > params["embed"].size
+
+
+def test_every_file_names_its_command():
+    for name in NAMES:
+        text = importlib.import_module(f"configs.{name}").__doc__
+        assert f"--config=configs/{name}.py" in text, name
+
+
+@pytest.fixture(scope="module")
+def quickstart(tmp_path_factory):
+    """Settings of the quickstart's last stage."""
+    config = load("quickstart")
+    config.data.cache_dir = str(tmp_path_factory.mktemp("cache"))
+    return stages.resolve_stages(config)[-1].settings
+
+
+@pytest.fixture(scope="module")
+def data(quickstart):
+    return pipeline.from_config(quickstart.data, quickstart.model)
+
+
+def test_selections_and_the_pool_leave_something_out(quickstart, data):
+    """On a real batch: what every indexer and every pool sees, and how much of it they keep."""
+    model = quickstart.model
+    batch = next(data.train_iterator())
+    positions = batch["positions"][batch["segment_ids"] > 0]
+    assert positions.size > 0.8 * batch["tokens"].size
+    ratios = {layer.ratio for layer in model.layers if layer.mode in ("full", "reindex")}
+    assert ratios == {1, 2}
+    for ratio in ratios:
+        visible = (positions + 1) // ratio
+        assert np.mean(visible > model.index_topk) > 0.5, ratio
+    roles = [layer.pool for layer in model.layers]
+    assert "make" in roles and "use" in roles
+    (pooled,) = {layer.ratio for layer in model.layers if layer.pool}
+    held = model.candidate_topk_blocks * model.candidate_block_size
+    assert held > model.index_topk
+    assert np.mean((positions + 1) // pooled > held) > 0.05
+
+
+def test_every_mechanism_is_on(quickstart):
+    model = quickstart.model
+    assert {layer.mode for layer in model.layers} == {"window", "full", "reindex", "reuse"}
+    assert {layer.part for layer in model.layers} == {"encoder", "decoder"}
+    formats = (model.main_kv_format, model.window_kv_format, model.index_format)
+    assert formats == ("fp4", "fp8", "mxfp4")
+    assert model.sliding_window < quickstart.data.sequence_length
+    assert model.use_candidate_pool and not model.dense_selection
+    assert model.num_engram_sites == 2 and model.hc_mult == 4
+    assert model.num_experts_per_tok < model.n_routed_experts
+
+
+def test_the_comparison_is_a_strong_one(quickstart, data):
+    """What counting reaches on the bytes that a run is measured on: no straw man."""
+    assert 2.3 < closing.ngram_bits_per_byte(data, quickstart.eval.batches) < 3.0
