@@ -133,8 +133,8 @@ class Reporter:
         if self._bar is not None:
             self._bar.close()
         try:
-            self._file.close()
-            self._events.close()
+            with self._events:
+                self._file.close()
         except OSError as error:
             raise ReportError(f"{self._path} cannot be completed: {error}") from error
 
