@@ -33,6 +33,7 @@ RULES: tuple[tuple[str, Any], ...] = (
     ("expert_hidden", "tensor"),
     ("table_rows", ("fsdp", "expert")),
     ("layers", None),
+    ("units", None),
 )
 
 

@@ -3,15 +3,14 @@
 import importlib
 import pkgutil
 
-import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import configs
-from train import closing, optimizer, stages
+from train import closing, optimizer, stages, step
 from train.data import pipeline
+from v41flash import sharding
 from v41flash.nn import ced
 
 NAMES = [module.name for module in pkgutil.iter_modules(configs.__path__)]
@@ -24,16 +23,13 @@ def load(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_it_resolves_and_its_model_and_optimizer_can_be_built(name):
-    """As shapes: nothing of the size of the model is allocated."""
+    """As shapes and shardings: nothing of the size of the model is allocated."""
     made = stages.resolve_stages(load(name))
     for stage in made:
         pipeline.check_config(stage.settings.data)
     settings = made[0].settings
     model = ced.CED(settings.model, settings.kernels, indexer_loss=True)
-    row = jnp.zeros((1, 8), jnp.int32)
-    shape = (1, 8, settings.model.num_engram_sites, settings.model.engram_rows_per_token)
-    inputs = (row, row, row, jnp.zeros(shape, jnp.int32))
-    params = nn.unbox(jax.eval_shape(model.init, jax.random.key(0), *inputs))["params"]
+    params = step.abstract_params(model, sharding.make_mesh({}, jax.devices()[:1]))
     embed = (settings.model.vocab_size, settings.model.hidden_size)
     assert params["embed"].shape == embed
     state = jax.eval_shape(optimizer.build(settings.optimizer).init, params)

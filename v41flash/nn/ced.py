@@ -147,7 +147,7 @@ class CED(nn.Module):
             split_rngs={"params": True},
             in_axes=(nn.broadcast, nn.broadcast),
             length=group.repeats,
-            metadata_params={nn.PARTITION_NAME: "layers"},
+            metadata_params={nn.PARTITION_NAME: "units"},
         )
         unit = scanned(*attributes, False, name=group.name)
         residual, (aux, _) = unit(residual, shared, context)
