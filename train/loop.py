@@ -47,7 +47,7 @@ def run(config: ConfigDict, workdir: Path) -> None:
     if saved is not None:
         check_resume(saved.meta["config"], to_json(config))
     if saved is not None and saved.step >= steps:
-        print(f"The run in {workdir} is complete: {saved.step} of {steps} steps done.")
+        print(f"The run in {workdir} is complete: {saved.step} steps done, {steps} asked for.")
         _close_again(stages, workdir, saved)
         return
     plan = plan_lib.prepare(stages, workdir, saved)
@@ -218,6 +218,7 @@ class _Run:
     def _compile(self, index: int, batch: step_lib.Batch) -> Any:
         plan = self.plan
         started = time.perf_counter()
+        self.reporter.line("compiling the step; this takes a while and prints nothing")
         update = step_lib.make_train_step(
             plan.models[index], plan.optimizer, plan.stages[index].settings
         )

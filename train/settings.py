@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import importlib
 import json
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -97,7 +98,7 @@ class OptimizerSettings:
             "engram_lr_factor",
         ):
             value = getattr(self, name)
-            _require(value >= 0, f"optimizer.{name}", value, "at least 0")
+            _require(0 <= value < math.inf, f"optimizer.{name}", value, "at least 0, finite")
         for name in ("beta1", "beta2", "muon_momentum", "sinkhorn_beta"):
             value = getattr(self, name)
             _require(0 <= value < 1, f"optimizer.{name}", value, "in [0, 1)")
@@ -188,7 +189,7 @@ class TrainSettings:
             "max_loss_spike",
         ):
             value = getattr(self, name)
-            _require(value >= 0, f"train.{name}", value, "at least 0")
+            _require(0 <= value < math.inf, f"train.{name}", value, "at least 0, finite")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,7 +213,7 @@ class EvalSettings:
         _require(self.batches >= 1, "eval.batches", self.batches, "at least 1")
         for name in ("every", "sample_tokens", "sample_temperature", "sample_seed"):
             value = getattr(self, name)
-            _require(value >= 0, f"eval.{name}", value, "at least 0")
+            _require(0 <= value < math.inf, f"eval.{name}", value, "at least 0, finite")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -132,7 +132,7 @@ def test_the_same_call_again_says_that_the_run_is_complete(straight, folder, cap
     before = (straight / "metrics.jsonl").read_text()
     loop.run(_config(folder), straight)
     out = capsys.readouterr().out
-    assert "complete: 8 of 8 steps" in out and "held-out: " in out
+    assert "complete: 8 steps done, 8 asked for" in out and "held-out: " in out
     assert (straight / "metrics.jsonl").read_text() == before
 
 
