@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Protocol
 
 import numpy as np
@@ -34,6 +35,8 @@ class Tokenizer(Protocol):
     eos_id: int
     pad_id: int
     fingerprint: str  # equal exactly where ids mean the same
+    # Texts with an id of their own beside the vocabulary: role markers, specials and the like.
+    added_tokens: Mapping[str, int]
 
     def encode(self, text: str) -> np.ndarray:
         """Token ids i32[n] of `text`, without bos and eos."""
@@ -41,6 +44,10 @@ class Tokenizer(Protocol):
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """`encode` of each text, in parallel where the backend can."""
+        ...
+
+    def encode_plain(self, text: str) -> np.ndarray:
+        """`encode`, except that an added token that `text` spells is not taken for one."""
         ...
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
@@ -62,6 +69,7 @@ class ByteTokenizer:
     num_specials = 3
     vocab_size = num_specials + 256
     fingerprint = "byte-259"
+    added_tokens: Mapping[str, int] = MappingProxyType({})
 
     def encode(self, text: str) -> np.ndarray:
         """Token ids i32[bytes of text]."""
@@ -71,6 +79,10 @@ class ByteTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """`encode` of each text."""
         return [self.encode(text) for text in texts]
+
+    def encode_plain(self, text: str) -> np.ndarray:
+        """`encode`: no text stands for more than its bytes."""
+        return self.encode(text)
 
     def decode_bytes(self, ids: Sequence[int] | np.ndarray) -> bytes:
         """The bytes of `ids`, exactly; special tokens are dropped."""
@@ -132,6 +144,10 @@ class HFTokenizer:
         self.name = str(path)
         # Files may skip ids, so the number of tokens can be smaller.
         self.vocab_size = max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
+        self.added_tokens = MappingProxyType(
+            {t.content: i for i, t in self._backend.get_added_tokens_decoder().items()}
+        )
+        self._added_ids = frozenset(self.added_tokens.values())
         self.bos_id, self.eos_id, self.pad_id = bos_id, eos_id, pad_id
         for role, token in (("bos", bos_id), ("eos", eos_id), ("pad", pad_id)):
             if self._backend.id_to_token(token) is None:
@@ -149,6 +165,26 @@ class HFTokenizer:
         """`encode` of each text on all cores."""
         encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, np.int32) for encoding in encodings]
+
+    def encode_plain(self, text: str) -> np.ndarray:
+        """`encode`, with every added token that `text` spells cut after its first character."""
+        out, rest = [], [text]
+        while rest:
+            part = rest.pop()
+            encoding = self._backend.encode(part, add_special_tokens=False)
+            cuts = [
+                encoding.offsets[place][0] + 1
+                for place, token in enumerate(encoding.ids)
+                if token in self._added_ids
+            ]
+            if not cuts or len(part) == 1:
+                out += encoding.ids
+                continue
+            # What remains may spell another one, so it is looked at again.
+            edges = [0, *cuts, len(part)]
+            pieces = [part[a:b] for a, b in zip(edges, edges[1:], strict=False) if b > a]
+            rest += reversed(pieces)
+        return np.array(out, np.int32)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Text of `ids` without special tokens."""
