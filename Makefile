@@ -1,13 +1,15 @@
 # make train   sets up and trains configs/quickstart.py into runs/quickstart
 # make test    sets up and runs the quick tests; make test-all adds those marked slow
 # Variables: PYTHON (makes the environment), VENV (where it lies), WORKDIR (where training goes),
-# JOBS (tests at a time), JAX_PLATFORMS (what tests run on).
+# JOBS (tests at a time), JAX_PLATFORMS (what tests run on), EXTRAS (of setup.py; with cuda13-local
+# and ptxas the tests compile the kernels for a GPU, too, without having one).
 
 PYTHON ?= python3
 VENV ?= .venv
 WORKDIR ?= runs/quickstart
 JOBS ?= 2
 JAX_PLATFORMS ?= cpu
+EXTRAS ?= test
 
 RUN := $(VENV)/bin/python
 READY := $(VENV)/.ready
@@ -23,17 +25,17 @@ $(READY): setup.py
 	@echo "Setting up $(VENV) (a minute or two, about 1 GB)"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; name one with PYTHON=...")'
 	@$(PYTHON) -m venv $(VENV)
-	@$(RUN) -m pip install -qq --disable-pip-version-check -e '.[test]'
+	@$(RUN) -m pip install -qq --disable-pip-version-check -e '.[$(EXTRAS)]'
 	@touch $@
 
 train: $(READY)
 	@$(RUN) -m train.main --config=configs/quickstart.py --workdir=$(WORKDIR)
 
 test: $(READY)
-	@$(TEST_ENV) $(RUN) -m pytest -q -n $(JOBS)
+	@$(TEST_ENV) $(RUN) -m pytest -q -rs -n $(JOBS)
 
 test-all: $(READY)
-	@$(TEST_ENV) $(RUN) -m pytest -q -n $(JOBS) -m "slow or not slow"
+	@$(TEST_ENV) $(RUN) -m pytest -q -rs -n $(JOBS) -m "slow or not slow"
 
 lint: $(READY)
 	@$(RUN) -m ruff check .
