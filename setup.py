@@ -29,6 +29,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["v41flash*", "pallas_kernels*"]),
+    package_data={"pallas_kernels": ["*/tuned.json"]},
     install_requires=[
         "jax" + JAX,
         "flax>=0.12.8,<0.13",

@@ -21,7 +21,7 @@ from typing import Any
 
 import jax
 
-from pallas_kernels import measure
+from pallas_kernels import measure, tuning
 
 _COLUMNS = "{case:28} {variant:18} {implementation:12} {ms:>10} {fraction:>9} {error:>9}"
 
@@ -44,6 +44,7 @@ def _parse(argv: list[str] | None, cases: Mapping[str, ModuleType]) -> argparse.
     parser.add_argument("--implementation", help="default: all that the op has", **several)
     parser.add_argument("--variant", help="default: all that the case has", **several)
     parser.add_argument("--rivals", metavar="MODULE", help="module with further rivals")
+    parser.add_argument("--tune", action="store_true", help="fill the table of configurations")
     parser.add_argument("--budget", type=float, default=2.0, help="seconds a line, default 2")
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="one JSON object a line")
     chosen = parser.parse_args(argv)
@@ -54,6 +55,19 @@ def _parse(argv: list[str] | None, cases: Mapping[str, ModuleType]) -> argparse.
         if case not in known:
             parser.error(f"--case {case}: {', '.join(chosen.op)} have {', '.join(known)}")
     return chosen
+
+
+def _tune(chosen: argparse.Namespace, cases: Mapping[str, ModuleType]) -> int:
+    """Returns the number of cases of which no candidate runs."""
+    failed = 0
+    for op in chosen.op:
+        for case in chosen.case:
+            if case in cases[op].BENCHMARKS and hasattr(cases[op], "tuning"):
+                print(f"{op} {case}", flush=True)
+                best = tuning.tune(cases[op].tuning(case), budget=chosen.budget)
+                print(f"{op} {case}: {best or 'no candidate runs'}", flush=True)
+                failed += best is None
+    return failed
 
 
 def _time(
@@ -106,6 +120,8 @@ def main(argv: list[str] | None = None) -> int:
     """Returns the exit status: 1 where a result is off, 2 for wrong usage."""
     cases = _cases()
     chosen = _parse(argv, cases)
+    if chosen.tune:
+        return int(_tune(chosen, cases) > 0)
     device = jax.devices()[0].device_kind
     ceilings = measure.ceilings()
     print(
