@@ -4,8 +4,10 @@
 
 The folder holds `config.json` (published key names), `weights.safetensors` (published tensor names,
 float32), `token_map.json` and recorded runs: `*_fakequant.npz` and `*_noquant.npz` with the arrays
-of every layer, `*_decode.npz` with the last logits of every prefix. One line is printed per family
-of arrays with its worst error; the exit status is 1 if one is off.
+of every layer, `*_decode.npz` with the last logits of every prefix. Without `weights.safetensors`
+it is a folder in the published storage, and `*_storage.npz` holds dequantised weights and runs with
+them. One line is printed per family of arrays with its worst error; the exit status is 1 if one is
+off.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import functools
 import json
 import pathlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -24,8 +26,10 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from pallas_kernels import indexer as indexer_op
+from tests import golden_storage
 from tests.v41flash.nn.samples import QUICK_COMPILE
 from v41flash.checkpoints import names
+from v41flash.checkpoints.published import Published
 from v41flash.config import ModelConfig
 from v41flash.nn import ced
 from v41flash.text.engram_hash import EngramHasher
@@ -33,6 +37,10 @@ from v41flash.text.engram_hash import EngramHasher
 # Recorded with float32 arithmetic in another order of operations: |x - y| <= atol + rtol * |y|.
 # Streams reach several tens; selections and ids must be equal.
 TOLERANCE = {"logits": (1e-4, 0.0), "default": (2e-4, 1e-4)}
+
+
+# Runs of a `*_storage.npz` that are not of the text model in float32.
+_ELSEWHERE = ("official_bf16.", "mm.", "spec.")
 
 
 class Family(NamedTuple):
@@ -62,23 +70,29 @@ class Recorded:
     params: Any
     hasher: EngramHasher
     compressed_ids: np.ndarray
+    published: Published | None
 
     @classmethod
     def load(cls, folder: pathlib.Path) -> Recorded:
         """Reads `folder`; FileNotFoundError or ValueError names what is missing."""
         config = ModelConfig.from_hf(json.loads((folder / "config.json").read_text()))
         file = folder / "weights.safetensors"
-        weights = load_file(file)
+        stored = sorted(folder.glob("*.safetensors"))
+        published = Published.open(folder) if stored and file not in stored else None
+        weights = load_file(file) if published is None else published
 
         def read(name: str) -> np.ndarray:
             if name not in weights:
                 raise ValueError(f"{file}: holds no tensor {name!r}")
+            if published is not None:
+                return published.values(name).astype(np.float32)
             return weights[name]
 
         token_map = json.loads((folder / "token_map.json").read_text())
         params = jax.tree.map(jnp.asarray, names.to_params(config, read))
         hasher = EngramHasher.from_config(config, token_map["pad_compressed_id"])
-        return cls(folder, config, params, hasher, np.asarray(token_map["compressed_id"]))
+        ids = np.asarray(token_map["compressed_id"])
+        return cls(folder, config, params, hasher, ids, published)
 
     def model(self, fake_quantize: bool) -> ced.CED:
         """The model in float32, with or without fake quantisation."""
@@ -245,7 +259,7 @@ def compare(key: str, ours: np.ndarray, theirs: np.ndarray) -> tuple[float, floa
     if theirs.dtype.kind in "bi":
         unequal = int(np.sum(ours != theirs))
         return unequal, np.inf if unequal else 0.0
-    atol, rtol = TOLERANCE.get(key, TOLERANCE["default"])
+    atol, rtol = TOLERANCE["logits" if key.endswith("logits") else "default"]
     same = ours == theirs
     with np.errstate(invalid="ignore"):
         error = np.where(same, 0.0, np.abs(ours - theirs))
@@ -266,20 +280,17 @@ def _load(run: pathlib.Path, *needed: str) -> Any:
     return arrays
 
 
-def check_run(recorded: Recorded, run: pathlib.Path, fake_quantize: bool) -> list[Family]:
-    """Compares every array of a recorded forward pass."""
-    arrays = _load(run, "tokens")
-    tokens = arrays["tokens"]
-    kept, logits = recorded.run(fake_quantize, tokens)
+def check_arrays(
+    run: pathlib.Path, arrays: Mapping[str, np.ndarray], value: Callable[[str], np.ndarray]
+) -> list[Family]:
+    """Compares recorded arrays with `value` of their keys, which raises KeyError without one."""
     families: dict[str, Family] = {}
-    for key in arrays.files:
-        if key == "tokens":
-            continue
+    for key, theirs in arrays.items():
         try:
-            ours = computed(recorded, kept, logits, tokens, key)
+            ours = value(key)
         except KeyError:
             raise ValueError(f"{run}: holds {key!r}, which this model does not have") from None
-        error, ratio = compare(key, ours, arrays[key])
+        error, ratio = compare(key, ours, theirs)
         name = _family(key)
         before = families.get(name, Family(name, 0, 0.0, 0.0, key))
         where = key if ratio > before.worst else before.where
@@ -287,6 +298,43 @@ def check_run(recorded: Recorded, run: pathlib.Path, fake_quantize: bool) -> lis
             name, before.arrays + 1, max(before.error, error), max(before.worst, ratio), where
         )
     return list(families.values())
+
+
+def check_run(recorded: Recorded, run: pathlib.Path, fake_quantize: bool) -> list[Family]:
+    """Compares every array of a recorded forward pass."""
+    arrays = dict(_load(run, "tokens"))
+    tokens = arrays.pop("tokens")
+    kept, logits = recorded.run(fake_quantize, tokens)
+    return check_arrays(run, arrays, lambda key: computed(recorded, kept, logits, tokens, key))
+
+
+def check_storage(recorded: Recorded, run: pathlib.Path) -> Iterator[Family]:
+    """Compares the weights of a folder in the published storage, and runs with them in float32."""
+    arrays = dict(_load(run, "tokens"))
+    tokens = arrays.pop("tokens")
+    published = recorded.published
+    if published is None:
+        raise ValueError(f"{run}: belongs to a folder in the published storage")
+    checked = golden_storage.check_weights(published, recorded.folder / "dequant_check.json")
+    yield Family("weights", *checked)
+    for part, value in {
+        "dequantised.": published.values,
+        "fp32_noquant.": _run_values(recorded, False, tokens),
+        "fp32_fakequant.": _run_values(recorded, True, tokens),
+    }.items():
+        own = {key.removeprefix(part): arrays.pop(key) for key in [*arrays] if key.startswith(part)}
+        for family in check_arrays(run, own, value):
+            yield family._replace(name=part + family.name)
+    for key in arrays:
+        if not key.startswith(_ELSEWHERE):
+            raise ValueError(f"{run}: holds {key!r}, which this check does not know")
+
+
+def _run_values(
+    recorded: Recorded, fake_quantize: bool, tokens: np.ndarray
+) -> Callable[[str], np.ndarray]:
+    kept, logits = recorded.run(fake_quantize, tokens)
+    return lambda key: computed(recorded, kept, logits, tokens, key)
 
 
 def check_prefixes(recorded: Recorded, run: pathlib.Path) -> list[Family]:
@@ -322,8 +370,11 @@ def check_folder(folder: pathlib.Path) -> Iterator[tuple[str, Family]]:
             results = check_prefixes(recorded, run)
         elif run.stem.endswith(("_fakequant", "_noquant")):
             results = check_run(recorded, run, run.stem.endswith("_fakequant"))
+        elif run.stem.endswith("_storage"):
+            results = check_storage(recorded, run)
         else:
-            raise ValueError(f"{run}: name must end in _fakequant, _noquant or _decode")
+            kinds = "_fakequant, _noquant, _decode or _storage"
+            raise ValueError(f"{run}: name must end in {kinds}")
         for family in results:
             yield run.stem, family
 

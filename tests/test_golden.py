@@ -128,3 +128,12 @@ def test_a_missing_folder_is_one_line(tmp_path, capsys):
     status, _, err = run_check(tmp_path / "nothing", capsys)
     assert status == 1
     assert len(err.splitlines()) == 1 and "nothing" in err
+
+
+def test_the_published_storage_is_reproduced():
+    seen = set()
+    for _, family in golden_check.check_folder(GOLDEN / "storage_i"):
+        assert family.worst <= 1, family
+        seen.add(family.name)
+    wanted = ("weights", "fp32_noquant.logits", "fp32_noquant.x_in", "fp32_fakequant.logits")
+    assert seen >= {*wanted, "dequantised.layers.0.engram.embed.weight"}

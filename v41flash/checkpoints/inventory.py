@@ -16,7 +16,7 @@ from v41flash.config import LayerSpec, ModelConfig, VisionConfig
 
 DTYPE_BYTES = {"F8_E4M3": 1, "F8_E8M0": 1, "I8": 1, "BF16": 2, "F32": 4}
 # Input channels that share a scale in the rows of experts and of Engram tables.
-_ROW_BLOCK = 32
+ROW_BLOCK = 32
 _PIXEL_CHANNELS = 3
 _HC_SCALES = 3
 
@@ -220,42 +220,51 @@ def weights(config: ModelConfig) -> Iterator[Weight]:
         yield from vision_weights(config.vision, config.hidden_size)
 
 
-def _stored(config: ModelConfig, weight: Weight) -> list[tuple[str, tuple[int, ...], str]]:
-    """(name, stored shape, dtype) of a weight's tensors, "{}" still in the name."""
+def stored(config: ModelConfig, weight: Weight) -> list[Tensor]:
+    """A weight's tensors: itself, and its scales where it is quantised; "{}" still in the name."""
     name, shape, storage = weight.name, weight.shape, weight.storage
     quantization = config.quantization_config
     if storage == "f32" or config.dtype == "float32" and quantization is None:
-        return [(name, shape, "F32")]
+        return [Tensor(name, shape, "F32")]
     if storage == "bf16" or quantization is None:
-        return [(name, shape, "BF16")]
+        return [Tensor(name, shape, "BF16")]
     out, inner = shape
     scale = name.removesuffix("weight") + "scale"
-    per_row = (out, -(-inner // _ROW_BLOCK))
+    per_row = (out, -(-inner // ROW_BLOCK))
     if storage == "expert" and quantization.expert_dtype == "fp4":
-        return [(name, (out, inner // 2), "I8"), (scale, per_row, "F8_E8M0")]
+        return [Tensor(name, (out, inner // 2), "I8"), Tensor(scale, per_row, "F8_E8M0")]
     if storage == "rows":
-        return [(name, shape, "F8_E4M3"), (scale, per_row, "F8_E8M0")]
+        return [Tensor(name, shape, "F8_E4M3"), Tensor(scale, per_row, "F8_E8M0")]
     block_out, block_in = quantization.weight_block_size
     blocks = (-(-out // block_out), -(-inner // block_in))
-    return [(name, shape, "F8_E4M3"), (scale, blocks, "F8_E8M0")]
+    return [Tensor(name, shape, "F8_E4M3"), Tensor(scale, blocks, "F8_E8M0")]
 
 
 def inventory(config: ModelConfig) -> Iterator[Tensor]:
     """Every tensor of the published layout; `Tensor.bytes` adds up to the index's `total_size`."""
     for weight in weights(config):
-        for name, shape, dtype in _stored(config, weight):
-            if "{}" not in name:
-                yield Tensor(name, shape, dtype)
+        for tensor in stored(config, weight):
+            if "{}" not in tensor.name:
+                yield tensor
                 continue
             for expert in range(weight.copies):
-                yield Tensor(name.format(expert), shape, dtype)
+                yield tensor._replace(name=tensor.name.format(expert))
+
+
+def by_name(config: ModelConfig) -> dict[str, Weight]:
+    """Every parameter under its published name, each expert's as one of its own."""
+    return {
+        weight.name.format(number): weight._replace(name=weight.name.format(number), copies=1)
+        for weight in weights(config)
+        for number in range(weight.copies)
+    }
 
 
 def totals(config: ModelConfig) -> tuple[int, int]:
     """(bytes, tensors) of the whole checkpoint, without listing every expert."""
     size = count = 0
     for weight in weights(config):
-        for tensor in _stored(config, weight):
-            size += weight.copies * Tensor(*tensor).bytes
+        for tensor in stored(config, weight):
+            size += weight.copies * tensor.bytes
             count += weight.copies
     return size, count

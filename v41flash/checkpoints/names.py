@@ -1,8 +1,8 @@
 """Where each parameter of the model stands among the published tensor names.
 
-Published weights are [out, in] per layer; ours keep head and group axes, lie [in, ..., out], and
-are stacked over the scanned layers of a group. `to_params` builds the parameter tree from a
-function that returns published tensors by name.
+Published weights are [out, in] per layer; ours keep head and group axes, lie [in, ..., out]
+(`v41flash.layout`), and are stacked over the scanned layers of a group. `parameters` lists every
+parameter with the tensors that it is made of; `to_params` builds a tree of them.
 """
 
 from __future__ import annotations
@@ -12,112 +12,197 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from v41flash.config import LayerGroup, LayerSpec, ModelConfig
+from v41flash import layout
+from v41flash.config import LayerGroup, LayerSpec, ModelConfig, VisionConfig
+from v41flash.layout import Layout
 
-Tensor = np.ndarray
-Read = Callable[[str], Tensor]
+Read = Callable[[str], np.ndarray]
+
+# Trees of parameters: the text model (`nn.ced.CED`) and the draft head (`nn.dspark.DSpark`).
+MODEL, DRAFT = "params", "draft"
 
 
 class Source(NamedTuple):
-    """How one parameter of one layer is made.
+    """What one parameter of one layer is made of.
 
     Attributes:
         path: keys of the parameter below its layer.
-        names: published tensors that it is made of.
-        build: from those tensors, in order, to the parameter.
+        names: published tensors, in the order of `layout.stack`.
+        layout: how the parameter lies in them.
     """
 
     path: tuple[str, ...]
     names: tuple[str, ...]
-    build: Callable[..., Tensor]
+    layout: Layout
+
+    def build(self, *tensors: np.ndarray) -> np.ndarray:
+        """The parameter of the tensors `names`."""
+        stacked = np.stack(tensors).reshape(*self.layout.stack, *tensors[0].shape)
+        return self.layout.ours(stacked)
 
 
-def _same(x: Tensor) -> Tensor:
-    return x
+def _single(path: str, name: str, how: Layout) -> Source:
+    return Source(tuple(path.split("/")), (name,), how)
 
 
-def _transposed(x: Tensor) -> Tensor:
-    return x.T
+def _attention_sources(config: ModelConfig, prefix: str) -> Iterator[Source]:
+    c = config
+    rank, d, heads, dim = c.q_lora_rank, c.hidden_size, c.num_attention_heads, c.head_dim
+    groups, o_rank = c.o_groups, c.o_lora_rank
+    layouts = {
+        "wq_a.weight": layout.linear(rank, d),
+        "q_norm.weight": layout.plain(rank),
+        "wq_b.weight": layout.heads(heads, dim, rank),
+        "wkv.weight": layout.linear(dim, d),
+        "kv_norm.weight": layout.plain(dim),
+        "wo_a.weight": layout.groups_in(groups, o_rank, heads // groups * dim),
+        "wo_b.weight": layout.groups_out(groups, o_rank, d),
+    }
+    for name, how in layouts.items():
+        yield _single(f"attn/{name.removesuffix('.weight')}", f"{prefix}attn.{name}", how)
+    yield _single("attn/sink", f"{prefix}attn.attn_sink", layout.plain(heads))
 
 
-def _heads(heads: int) -> Callable[[Tensor], Tensor]:
-    """[heads*dim, in] -> [in, heads, dim]."""
-    return lambda x: x.reshape(heads, -1, x.shape[-1]).transpose(2, 0, 1)
+def _selection_sources(config: ModelConfig, spec: LayerSpec, prefix: str) -> Iterator[Source]:
+    d, dim, index_dim = config.hidden_size, config.head_dim, config.index_head_dim
+    index_heads = config.index_n_heads
+    layouts = {}
+    if spec.mode == "full":
+        layouts["compressor/wkv"] = layout.linear(dim, d)
+        if spec.ratio > 1:
+            layouts["compressor/wgate"] = layout.linear(dim, d)
+        layouts["compressor/norm"] = layout.plain(dim)
+        layouts["indexer/wk"] = layout.linear(index_dim, dim)
+        layouts["indexer/k_norm"] = layout.plain(index_dim)
+    if spec.mode in ("full", "reindex"):
+        layouts["indexer/wq_b"] = layout.heads(index_heads, index_dim, config.q_lora_rank)
+        layouts["indexer/weights_proj"] = layout.linear(index_heads, d)
+    for path, how in layouts.items():
+        yield _single(f"attn/{path}", f"{prefix}attn.{path.replace('/', '.')}.weight", how)
 
 
-def _groups_in(groups: int) -> Callable[[Tensor], Tensor]:
-    """[groups*out, in] -> [groups, in, out]."""
-    return lambda x: x.reshape(groups, -1, x.shape[-1]).transpose(0, 2, 1)
+def _residual_sources(config: ModelConfig, prefix: str) -> Iterator[Source]:
+    n, d = config.hc_mult, config.hidden_size
+    coefficients = (2 + n) * n
+    layouts = {
+        "fn": layout.plain(coefficients, n * d),
+        "base": layout.plain(coefficients),
+        "scale": layout.plain(3),
+    }
+    for part in ("attn", "ffn"):
+        for name, how in layouts.items():
+            yield _single(f"hc_{part}/{name}", f"{prefix}hc_{part}_{name}", how)
+        yield _single(f"hc_{part}/norm", f"{prefix}{part}_norm.weight", layout.plain(d))
 
 
-def _groups_out(groups: int) -> Callable[[Tensor], Tensor]:
-    """[out, groups*in] -> [groups, in, out]."""
-    return lambda x: x.T.reshape(groups, -1, x.shape[0])
+def _expert_sources(config: ModelConfig, prefix: str, experts: int) -> Iterator[Source]:
+    d, hidden = config.hidden_size, config.moe_intermediate_size
+    gate, shared = f"{prefix}ffn.gate", f"{prefix}ffn.shared_experts"
+    yield _single("ffn/router/weight", f"{gate}.weight", layout.linear(experts, d))
+    for name in ("bias", "bias_vl") if config.vision is not None else ("bias",):
+        yield _single(f"ffn/router/{name}", f"{gate}.{name}", layout.plain(experts))
+    routed = [f"{prefix}ffn.experts.{e}" for e in range(experts)]
+    pairs = tuple(f"{expert}.{name}.weight" for expert in routed for name in ("w1", "w3"))
+    down = tuple(f"{expert}.w2.weight" for expert in routed)
+    yield Source(("ffn", "w13"), pairs, layout.expert_pairs(experts, hidden, d))
+    yield Source(("ffn", "w2"), down, layout.experts(experts, d, hidden))
+    hidden *= config.n_shared_experts
+    pairs = (f"{shared}.w1.weight", f"{shared}.w3.weight")
+    yield Source(("ffn", "shared_w13"), pairs, layout.pair(hidden, d))
+    yield _single("ffn/shared_w2", f"{shared}.w2.weight", layout.linear(d, hidden))
 
 
-def _fused(*pairs: Tensor) -> Tensor:
-    """w1, w3 of one expert, each [hidden, d] -> [d, 2, hidden]."""
-    return np.stack([w.T for w in pairs], axis=1)
-
-
-def _expert_stack(build: Callable[..., Tensor], each: int) -> Callable[..., Tensor]:
-    def stacked(*tensors: Tensor) -> Tensor:
-        parts = [tensors[i : i + each] for i in range(0, len(tensors), each)]
-        return np.stack([build(*part) for part in parts])
-
-    return stacked
+def _engram_sources(config: ModelConfig, site: int, prefix: str) -> Iterator[Source]:
+    n, d, width = config.hc_mult, config.hidden_size, config.engram_head_dim
+    table = layout.plain(config.engram_num_embeddings[site], width)
+    wkv = layout.heads(n + 1, d, config.engram_rows_per_token * width)
+    yield _single("engram/table", f"{prefix}engram.embed.weight", table)
+    yield _single("engram/wkv", f"{prefix}engram.wkv.weight", wkv)
+    for name in ("q_weight", "k_weight"):
+        yield _single(f"engram/{name}", f"{prefix}engram.{name}", layout.plain(n, d))
 
 
 def layer_sources(config: ModelConfig, spec: LayerSpec) -> Iterator[Source]:
     """Sources of every parameter of one layer."""
     prefix = f"layers.{spec.index}."
-
-    def source(path: str, name: str, build: Callable[..., Tensor] = _same) -> Source:
-        return Source(tuple(path.split("/")), (prefix + name,), build)
-
-    for part in ("attn", "ffn"):
-        for name in ("fn", "base", "scale"):
-            yield source(f"hc_{part}/{name}", f"hc_{part}_{name}")
-        yield source(f"hc_{part}/norm", f"{part}_norm.weight")
-
-    groups = config.o_groups
-    yield source("attn/wq_a", "attn.wq_a.weight", _transposed)
-    yield source("attn/q_norm", "attn.q_norm.weight")
-    yield source("attn/wq_b", "attn.wq_b.weight", _heads(config.num_attention_heads))
-    yield source("attn/wkv", "attn.wkv.weight", _transposed)
-    yield source("attn/kv_norm", "attn.kv_norm.weight")
-    yield source("attn/sink", "attn.attn_sink")
-    yield source("attn/wo_a", "attn.wo_a.weight", _groups_in(groups))
-    yield source("attn/wo_b", "attn.wo_b.weight", _groups_out(groups))
-    if spec.mode == "full":
-        yield source("attn/compressor/wkv", "attn.compressor.wkv.weight", _transposed)
-        if spec.ratio > 1:
-            yield source("attn/compressor/wgate", "attn.compressor.wgate.weight", _transposed)
-        yield source("attn/compressor/norm", "attn.compressor.norm.weight")
-        yield source("attn/indexer/wk", "attn.indexer.wk.weight", _transposed)
-        yield source("attn/indexer/k_norm", "attn.indexer.k_norm.weight")
-    if spec.mode in ("full", "reindex"):
-        yield source("attn/indexer/wq_b", "attn.indexer.wq_b.weight", _heads(config.index_n_heads))
-        yield source("attn/indexer/weights_proj", "attn.indexer.weights_proj.weight", _transposed)
-
-    yield source("ffn/router/weight", "ffn.gate.weight", _transposed)
-    yield source("ffn/router/bias", "ffn.gate.bias")
-    if config.vision is not None:
-        yield source("ffn/router/bias_vl", "ffn.gate.bias_vl")
-    experts = [f"{prefix}ffn.experts.{e}" for e in range(config.n_routed_experts)]
-    up = tuple(f"{e}.{w}.weight" for e in experts for w in ("w1", "w3"))
-    down = tuple(f"{e}.w2.weight" for e in experts)
-    yield Source(("ffn", "w13"), up, _expert_stack(_fused, 2))
-    yield Source(("ffn", "w2"), down, _expert_stack(_transposed, 1))
-    shared = f"{prefix}ffn.shared_experts"
-    yield Source(("ffn", "shared_w13"), (f"{shared}.w1.weight", f"{shared}.w3.weight"), _fused)
-    yield Source(("ffn", "shared_w2"), (f"{shared}.w2.weight",), _transposed)
-
+    yield from _residual_sources(config, prefix)
+    yield from _attention_sources(config, prefix)
+    yield from _selection_sources(config, spec, prefix)
+    yield from _expert_sources(config, prefix, config.n_routed_experts)
     if spec.engram is not None:
-        yield source("engram/table", "engram.embed.weight")
-        yield source("engram/wkv", "engram.wkv.weight", _heads(config.hc_mult + 1))
-        yield source("engram/q_weight", "engram.q_weight")
-        yield source("engram/k_weight", "engram.k_weight")
+        yield from _engram_sources(config, spec.engram, prefix)
+
+
+def _top_sources(config: ModelConfig) -> Iterator[Source]:
+    vocab, d = config.vocab_size, config.hidden_size
+    yield _single("embed", "embed.weight", layout.plain(vocab, d))
+    yield _single("head", "head.weight", layout.linear(vocab, d))
+    yield _single("norm", "norm.weight", layout.plain(d))
+
+
+def draft_sources(config: ModelConfig) -> Iterator[Source]:
+    """Sources of every parameter of the draft head."""
+    c, d, rank = config, config.hidden_size, config.dspark_markov_rank
+    for block in range(c.num_nextn_predict_layers):
+        prefix = f"mtp.{block}."
+        parts = (
+            _residual_sources(c, prefix),
+            _attention_sources(c, prefix),
+            _expert_sources(c, prefix, c.dspark_n_routed_experts),
+        )
+        for part in parts:
+            for source in part:
+                yield source._replace(path=(f"block_{block}", *source.path))
+    if c.num_nextn_predict_layers:
+        joined = layout.linear(d, len(c.dspark_target_layer_ids) * d)
+        yield _single("main_proj", "mtp.0.main_proj.weight", joined)
+        yield _single("main_norm", "mtp.0.main_norm.weight", layout.plain(d))
+        last = f"mtp.{c.num_nextn_predict_layers - 1}."
+        yield _single("norm", f"{last}norm.weight", layout.plain(d))
+        table = layout.plain(c.vocab_size, rank)
+        yield _single("markov_embed", f"{last}markov_head.embed.weight", table)
+        head = layout.linear(c.vocab_size, rank)
+        yield _single("markov_head", f"{last}markov_head.head.weight", head)
+        confidence = layout.linear(1, d + rank)
+        yield _single("confidence", f"{last}confidence_head.proj.weight", confidence)
+
+
+def _vision_block_sources(vision: VisionConfig, block: int) -> Iterator[Source]:
+    width, hidden, heads = vision.hidden_size, vision.intermediate_size, vision.num_attention_heads
+    dim = width // heads
+    layouts = {
+        ("attn_norm", "norm1.weight"): layout.plain(width),
+        ("mlp_norm", "norm2.weight"): layout.plain(width),
+        ("wqkv", "attn.wqkv.weight"): Layout((3, heads, dim, width), (3, 0, 1, 2), rows=3),
+        ("wqkv_bias", "attn.wqkv.bias"): Layout((3, heads, dim), (0, 1, 2), rows=3),
+        ("wo", "attn.wo.weight"): Layout((width, heads, dim), (1, 2, 0)),
+        ("wo_bias", "attn.wo.bias"): layout.plain(width),
+        ("w13", "mlp.w1.weight"): layout.heads(2, hidden, width),
+        ("w2", "mlp.w2.weight"): layout.linear(width, hidden),
+    }
+    for (path, name), how in layouts.items():
+        yield _single(f"images/vision/blocks/{path}", f"vision.blocks.{block}.{name}", how)
+
+
+def _image_sources(config: ModelConfig) -> Iterator[Source]:
+    """The image encoder without its blocks, the aligner, the vectors that delimit an image."""
+    vision, d = config.vision, config.hidden_size
+    width, patches = vision.hidden_size, vision.downsample_ratio**2
+    pixels = 3 * vision.patch_size**2
+    layouts = {
+        ("vision/patch_embed", "vision.patch_embed.proj.weight"): layout.linear(width, pixels),
+        ("vision/patch_embed_bias", "vision.patch_embed.proj.bias"): layout.plain(width),
+        ("vision/norm", "vision.norm.weight"): layout.plain(width),
+        # Unfolded channel-major: [d, width * patches] -> [width, patches, d].
+        ("aligner/w1", "aligner.w1.weight"): Layout((d, width, patches), (1, 2, 0)),
+        ("aligner/w1_bias", "aligner.w1.bias"): layout.plain(d),
+        ("aligner/w2", "aligner.w2.weight"): layout.linear(d, d),
+        ("aligner/w2_bias", "aligner.w2.bias"): layout.plain(d),
+    }
+    for name in ("start", "newline", "end"):
+        layouts[(name, f"image_{name}")] = layout.plain(d)
+    for (path, name), how in layouts.items():
+        yield _single(f"images/{path}", name, how)
 
 
 class Place(NamedTuple):
@@ -143,39 +228,79 @@ def _place_in(group: LayerGroup, offset: int) -> Place:
     return Place((group.name, "reuse"), (*index, inside - 1))
 
 
-def _stack(parts: dict[tuple[int, ...], Tensor]) -> Tensor:
-    """{index on leading axes: array} -> one array with those axes."""
-    if () in parts:
-        return parts[()]
-    size = 1 + max(index[0] for index in parts)
-    return np.stack(
-        [_stack({i[1:]: x for i, x in parts.items() if i[0] == row}) for row in range(size)]
-    )
+class Parameter(NamedTuple):
+    """A parameter of a tree, with all of its published tensors.
+
+    Attributes:
+        tree: MODEL or DRAFT.
+        path: keys in the tree.
+        lead: sizes of the axes that it is stacked over in front.
+        sources: index on the leading axes -> source of that layer; all have one layout.
+    """
+
+    tree: str
+    path: tuple[str, ...]
+    lead: tuple[int, ...]
+    sources: dict[tuple[int, ...], Source]
+
+    @property
+    def layout(self) -> Layout:
+        """Of every layer."""
+        return next(iter(self.sources.values())).layout
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole parameter."""
+        return (*self.lead, *self.layout.shape)
 
 
-def to_params(config: ModelConfig, read: Read) -> dict[str, Any]:
-    """Builds the parameter tree of `v41flash.nn.ced.CED` from published tensors.
+def parameters(config: ModelConfig) -> Iterator[Parameter]:
+    """Every parameter of every tree."""
+    stacked: dict[tuple[str, ...], dict[tuple[int, ...], Source]] = {}
+    for source in _top_sources(config):
+        stacked[source.path] = {(): source}
+    for spec in config.layers:
+        keys, index = place(config, spec.index)
+        for source in layer_sources(config, spec):
+            stacked.setdefault((*keys, *source.path), {})[index] = source
+    if config.vision is not None:
+        for source in _image_sources(config):
+            stacked[source.path] = {(): source}
+        for block in range(config.vision.num_hidden_layers):
+            for source in _vision_block_sources(config.vision, block):
+                stacked.setdefault(source.path, {})[(block,)] = source
+    for path, sources in stacked.items():
+        lead = tuple(1 + max(axis) for axis in zip(*sources, strict=True))
+        yield Parameter(MODEL, path, lead, sources)
+    for source in draft_sources(config):
+        yield Parameter(DRAFT, source.path, (), {(): source})
+
+
+def insert(tree: dict[str, Any], path: tuple[str, ...], leaf: Any) -> None:
+    """Puts a leaf into nested dicts."""
+    for key in path[:-1]:
+        tree = tree.setdefault(key, {})
+    tree[path[-1]] = leaf
+
+
+def to_params(config: ModelConfig, read: Read, tree: str = MODEL) -> dict[str, Any]:
+    """Builds a parameter tree from published tensors.
 
     Args:
         config: the model.
         read: returns the tensor of a published name as a NumPy array (dequantised).
+        tree: MODEL or DRAFT.
 
     Returns:
         Nested dict of arrays, dtypes as read.
     """
-    parts: dict[tuple[str, ...], dict[tuple[int, ...], Tensor]] = {}
-    for spec in config.layers:
-        keys, index = place(config, spec.index)
-        for path, names, build in layer_sources(config, spec):
-            parts.setdefault((*keys, *path), {})[index] = build(*map(read, names))
-    params: dict[str, Any] = {
-        "embed": read("embed.weight"),
-        "head": read("head.weight").T,
-        "norm": read("norm.weight"),
-    }
-    for path, stacked in parts.items():
-        node = params
-        for key in path[:-1]:
-            node = node.setdefault(key, {})
-        node[path[-1]] = _stack(stacked)
+    params: dict[str, Any] = {}
+    for parameter in parameters(config):
+        if parameter.tree != tree or parameter.path[0] == "images":
+            continue
+        built = {i: s.build(*map(read, s.names)) for i, s in parameter.sources.items()}
+        whole = np.empty(parameter.shape, next(iter(built.values())).dtype)
+        for index, array in built.items():
+            whole[index] = array
+        insert(params, parameter.path, whole)
     return params
