@@ -110,6 +110,7 @@ class QuantizationConfig:
 
     def __post_init__(self):
         _coerce_fields(self, "quantization_config.")
+        config_checks.check_quantization(self)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -207,6 +208,10 @@ class ModelConfig:
     replay_segment: int = 0
     hc_init_scale: float = 0.01
     hc_base_init: str = "zero"
+    # "packed": weights stay as published, FP8 and FP4 with scales (`v41flash.nn.linear`); no
+    # training. `activation_format` rounds what they are multiplied with.
+    weight_form: str = "expanded"
+    activation_format: str = "none"
 
     def __post_init__(self):
         if self.candidate_source_layer_id == -1:
@@ -421,6 +426,8 @@ _OURS = (
     "replay_segment",
     "hc_init_scale",
     "hc_base_init",
+    "weight_form",
+    "activation_format",
 )
 _HF_TEXT = tuple(
     field.name

@@ -10,7 +10,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from v41flash.config import ModelConfig, VisionConfig
+    from v41flash.config import ModelConfig, QuantizationConfig, VisionConfig
 
 # Documents start at a multiple of this in a packed row: compression groups never straddle two.
 DOCUMENT_ALIGNMENT = 8
@@ -104,6 +104,8 @@ _ONE_OF: dict[str, tuple] = {
     "window_kv_format": ("fp8", "none"),
     "index_format": ("mxfp4", "none"),
     "hc_base_init": ("zero", "identity"),
+    "weight_form": ("expanded", "packed"),
+    "activation_format": ("none", "fp8"),
 }
 
 
@@ -126,6 +128,49 @@ def check_model(c: ModelConfig) -> None:
     _check_pool(c)
     _check_engram(c)
     _check_draft(c)
+    if c.weight_form == "packed":
+        _check_packed(c)
+    elif c.activation_format != "none":
+        raise ConfigError("activation_format", c.activation_format, "needs weight_form 'packed'")
+
+
+def check_quantization(q: QuantizationConfig) -> None:
+    """Raises `ConfigError` where weights are stored in a way that is not the published one."""
+    allowed = {
+        "quant_method": ("fp8",),
+        "scale_fmt": ("ue8m0",),
+        "fmt": (None, "e4m3"),
+        "expert_dtype": (None, "fp4"),
+    }
+    for name, values in allowed.items():
+        if vars(q)[name] not in values:
+            choices = " or ".join(repr(value) for value in values)
+            raise ConfigError(f"quantization_config.{name}", vars(q)[name], f"must be {choices}")
+    block = q.weight_block_size
+    if len(block) != 2 or min(block) < 1:
+        name = "quantization_config.weight_block_size"
+        raise ConfigError(name, block, "must be two sizes of at least 1")
+
+
+def _check_packed(c: ModelConfig) -> None:
+    """What packed weights are multiplied with is rounded in the blocks of their scales."""
+    q = c.quantization_config
+    if q is None or q.expert_dtype != "fp4" or q.weight_block_size[1] != QUANT_BLOCK:
+        raise ConfigError(
+            "weight_form",
+            c.weight_form,
+            f"needs a quantization_config with FP4 experts and blocks of {QUANT_BLOCK} channels",
+        )
+    widths = {
+        "hidden_size": c.hidden_size,
+        "q_lora_rank": c.q_lora_rank,
+        "moe_intermediate_size": c.moe_intermediate_size,
+        "o_groups * o_lora_rank": c.o_groups * c.o_lora_rank,
+        "engram_head_dim": c.engram_head_dim,
+    }
+    for name, width in widths.items():
+        if width % QUANT_BLOCK:
+            raise ConfigError(name, width, f"must be a multiple of {QUANT_BLOCK} if packed")
 
 
 def check_vision(v: VisionConfig) -> None:

@@ -1,0 +1,140 @@
+"""From the published layout to a run folder, or to arrays on devices, slice by slice.
+
+Every byte is read once and none waits in memory: a run folder is written in chunks of
+`streams.CHUNK_BYTES`, and arrays on devices grow by such chunks where they live. So an import needs
+little more than two chunks of host memory, whatever the size of shards, tensors and parameters.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Sharding
+
+from v41flash.checkpoints import streams
+from v41flash.checkpoints.leaves import PACKED, Leaf, chunks, leaves
+from v41flash.checkpoints.names import MODEL, insert
+from v41flash.checkpoints.published import Published
+from v41flash.config import ModelConfig
+from v41flash.errors import InputError
+
+CHECKPOINTS = "checkpoints"
+
+
+def model_config(published: Published, form: str) -> ModelConfig:
+    """The configuration of the model that runs on weights in one of `FORMS`."""
+    if form != PACKED:
+        return published.config
+    return dataclasses.replace(published.config, weight_form=PACKED, activation_format="fp8")
+
+
+def to_workdir(published: Published, workdir: Path, form: str) -> None:
+    """Writes a run folder: config.json (the section `model`) and checkpoints/0.
+
+    Args:
+        published: what to import.
+        workdir: must hold no checkpoints yet.
+        form: of the weights, one of `FORMS`.
+
+    Raises:
+        InputError: the folder has checkpoints, or weights that cannot be had in this form.
+    """
+    if (workdir / CHECKPOINTS).exists():
+        raise InputError(f"{workdir}: holds checkpoints already; choose another folder")
+    config = {"model": model_config(published, form).to_dict()}
+    workdir.mkdir(parents=True, exist_ok=True)
+    meta = {"config": config, "imported": {"weights": form}}
+    streams.write(workdir.absolute() / CHECKPOINTS, leaves(published, form), meta)
+    partial = workdir / "config.json.partial"
+    partial.write_text(json.dumps(config, indent=2) + "\n")
+    os.replace(partial, workdir / "config.json")
+
+
+def to_devices(published: Published, abstract: Any, form: str, tree: str = MODEL) -> Any:
+    """Reads parameters onto devices.
+
+    Args:
+        published: what to read.
+        abstract: a tree of `jax.ShapeDtypeStruct` with shardings, such as
+            `train.step.abstract_params` makes of the model; its dtypes count.
+        form: of the weights, one of `FORMS`.
+        tree: `names.MODEL` or `names.DRAFT`.
+
+    Returns:
+        A tree like `abstract`.
+
+    Raises:
+        InputError: the trees differ.
+    """
+    found = {leaf.path[1:]: leaf for leaf in leaves(published, form) if leaf.path[0] == tree}
+    wanted = dict(_flat(abstract))
+    for path in wanted.keys() ^ found.keys():
+        where = "the checkpoint" if path in wanted else "the model"
+        raise InputError(f"{published.folder}: {where} has no parameter {'/'.join(path)}")
+    params: dict[str, Any] = {}
+    for path, like in wanted.items():
+        if found[path].shape != like.shape:
+            raise InputError(
+                f"{published.folder}: parameter {'/'.join(path)} is {list(found[path].shape)}; the"
+                f" model has {list(like.shape)}"
+            )
+        insert(params, path, _place(found[path], like))
+    return params
+
+
+def _flat(tree: Any, above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from _flat(value, (*above, key))
+        else:
+            yield (*above, key), value
+
+
+def _place(leaf: Leaf, like: jax.ShapeDtypeStruct) -> jax.Array:
+    """One array, made of its addressable shards; equal shards are read once."""
+    sharding: Sharding = like.sharding
+    parts: dict[tuple, jax.Array] = {}
+    shards = []
+    for device, index in sharding.addressable_devices_indices_map(leaf.shape).items():
+        spans = tuple(s.indices(size)[:2] for s, size in zip(index, leaf.shape, strict=True))
+        if spans in parts:
+            shards.append(jax.device_put(parts[spans], device))
+            continue
+        parts[spans] = _grow(leaf, spans, like.dtype, device)
+        shards.append(parts[spans])
+    return jax.make_array_from_single_device_arrays(leaf.shape, sharding, shards)
+
+
+def _grow(leaf: Leaf, spans: tuple, dtype: Any, device: jax.Device) -> jax.Array:
+    """The part of a leaf between `spans`, on one device."""
+    shape = tuple(last - first for first, last in spans)
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    whole = tuple(slice(*span) for span in spans)
+    if size <= streams.CHUNK_BYTES:
+        return jax.device_put(leaf.read(whole).astype(dtype), device)
+    with jax.default_device(device):
+        array = jnp.zeros(shape, dtype)
+    step = tuple(min(pair) for pair in zip(leaf.chunk(streams.CHUNK_BYTES), shape, strict=True))
+    for index in chunks(shape, step):
+        moved = tuple(
+            slice(first + s.start, first + s.stop)
+            for (first, _), s in zip(spans, index, strict=True)
+        )
+        part = jax.device_put(leaf.read(moved).astype(dtype), device)
+        array = _update(array, part, tuple(s.start for s in index))
+    return array
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _update(array: jax.Array, part: jax.Array, start: tuple[int, ...]) -> jax.Array:
+    return jax.lax.dynamic_update_slice(array, part, start)
