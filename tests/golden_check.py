@@ -4,10 +4,11 @@
 
 The folder holds `config.json` (published key names), `weights.safetensors` (published tensor names,
 float32), `token_map.json` and recorded runs: `*_fakequant.npz` and `*_noquant.npz` with the arrays
-of every layer, `*_decode.npz` with the last logits of every prefix. Without `weights.safetensors`
-it is a folder in the published storage, and `*_storage.npz` holds dequantised weights and runs with
-them. One line is printed per family of arrays with its worst error; the exit status is 1 if one is
-off.
+of every layer, `*_decode.npz` with the last logits of every prefix, `*_multimodal.npz` with images
+(its folder may hold only `weights_extra.safetensors`, the rest one folder above). Without
+`weights.safetensors` it is a folder in the published storage, and `*_storage.npz` holds dequantised
+weights and runs with them. One line is printed per family of arrays with its worst error; the exit
+status is 1 if one is off.
 """
 
 from __future__ import annotations
@@ -26,12 +27,14 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from pallas_kernels import indexer as indexer_op
-from tests import golden_storage
+from tests import golden_multimodal, golden_storage
 from tests.v41flash.nn.samples import QUICK_COMPILE
 from v41flash.checkpoints import names
 from v41flash.checkpoints.published import Published
 from v41flash.config import ModelConfig
+from v41flash.image_rows import TEXT
 from v41flash.nn import ced
+from v41flash.nn.vision import ImageBatch
 from v41flash.text.engram_hash import EngramHasher
 
 # Recorded with float32 arithmetic in another order of operations: |x - y| <= atol + rtol * |y|.
@@ -40,7 +43,7 @@ TOLERANCE = {"logits": (1e-4, 0.0), "default": (2e-4, 1e-4)}
 
 
 # Runs of a `*_storage.npz` that are not of the text model in float32.
-_ELSEWHERE = ("official_bf16.", "mm.", "spec.")
+_ELSEWHERE = ("official_bf16.", "spec.")
 
 
 class Family(NamedTuple):
@@ -76,10 +79,15 @@ class Recorded:
     def load(cls, folder: pathlib.Path) -> Recorded:
         """Reads `folder`; FileNotFoundError or ValueError names what is missing."""
         config = ModelConfig.from_hf(json.loads((folder / "config.json").read_text()))
-        file = folder / "weights.safetensors"
-        stored = sorted(folder.glob("*.safetensors"))
+        # A folder of runs with images holds only what the text model beside it lacks.
+        extra = folder / "weights_extra.safetensors"
+        base = folder.parent if extra.is_file() else folder
+        file = base / "weights.safetensors"
+        stored = sorted(base.glob("*.safetensors"))
         published = Published.open(folder) if stored and file not in stored else None
         weights = load_file(file) if published is None else published
+        if extra.is_file():
+            weights |= load_file(extra)
 
         def read(name: str) -> np.ndarray:
             if name not in weights:
@@ -88,7 +96,7 @@ class Recorded:
                 return published.values(name).astype(np.float32)
             return weights[name]
 
-        token_map = json.loads((folder / "token_map.json").read_text())
+        token_map = json.loads((base / "token_map.json").read_text())
         params = jax.tree.map(jnp.asarray, names.to_params(config, read))
         hasher = EngramHasher.from_config(config, token_map["pad_compressed_id"])
         ids = np.asarray(token_map["compressed_id"])
@@ -102,13 +110,16 @@ class Recorded:
             config = dataclasses.replace(config, **none)
         return ced.CED(config)
 
-    def inputs(self, tokens: np.ndarray, length: int) -> tuple[np.ndarray, ...]:
+    def inputs(
+        self, tokens: np.ndarray, length: int, images: ImageBatch | None = None
+    ) -> tuple[Any, ...]:
         """Model inputs of the first `length` tokens: a batch of one row, the rest padding."""
         row = np.arange(len(tokens), dtype=np.int32)[None]
         segment_ids = (row < length).astype(np.int32)
         positions = row * segment_ids
-        rows = self.hasher.rows(self.compressed_ids[tokens][None], positions)
-        return tokens[None].astype(np.int32), positions, segment_ids, rows
+        dead = None if images is None else images.source != TEXT
+        rows = self.hasher.rows(self.compressed_ids[tokens][None], positions, dead)
+        return tokens[None].astype(np.int32), positions, segment_ids, rows, images
 
     @functools.cache  # noqa: B019 (a folder lives as long as the check that reads it)
     def forward(self, fake_quantize: bool) -> Callable[..., Any]:
@@ -119,16 +130,22 @@ class Recorded:
             outputs, state = model.apply({"params": params}, *inputs, mutable=["intermediates"])
             return state["intermediates"], outputs.hidden, ced.logits(params, outputs.hidden)
 
-        return jax.jit(forward, compiler_options=QUICK_COMPILE)
+        # Without any optimisation, XLA sums the image encoder's long products one term at a time.
+        level = {"xla_backend_optimization_level": "1"} if self.config.vision else {}
+        return jax.jit(forward, compiler_options=QUICK_COMPILE | level)
 
     def run(
-        self, fake_quantize: bool, tokens: np.ndarray, length: int | None = None
+        self,
+        fake_quantize: bool,
+        tokens: np.ndarray,
+        length: int | None = None,
+        images: ImageBatch | None = None,
     ) -> tuple[dict[str, Any], np.ndarray]:
         """(intermediates, logits [length, V]) of a forward pass over the first `length` tokens."""
         length = len(tokens) if length is None else length
-        inputs = self.inputs(tokens, length)
+        inputs = self.inputs(tokens, length, images)
         kept, hidden, logits = jax.device_get(self.forward(fake_quantize)(self.params, *inputs))
-        kept["hidden"] = (hidden,)
+        kept |= {"hidden": (hidden,), "inputs": inputs}
         return kept, logits[0, :length]
 
 
@@ -227,7 +244,7 @@ def computed(
         grouped = name in ("attn.latent", "attn.comp_kv", "idx.k")
         return layer[DIRECT[name]][: entries if grouped else length]
     if name == "engram.hash_ids":
-        return recorded.inputs(tokens, length)[3][0, :, spec.engram]
+        return kept["inputs"][3][0, :, spec.engram]
     if name in ("ffn.topk_idx", "ffn.topk_w"):
         chosen = layer["ffn/router/topk_idx"][:length]
         order = np.argsort(chosen, axis=-1)
@@ -322,12 +339,20 @@ def check_storage(recorded: Recorded, run: pathlib.Path) -> Iterator[Family]:
         "fp32_noquant.": _run_values(recorded, False, tokens),
         "fp32_fakequant.": _run_values(recorded, True, tokens),
     }.items():
-        own = {key.removeprefix(part): arrays.pop(key) for key in [*arrays] if key.startswith(part)}
-        for family in check_arrays(run, own, value):
+        for family in check_arrays(run, _taken(arrays, part), value):
             yield family._replace(name=part + family.name)
+    if "mm.tokens" in arrays:
+        for family in check_multimodal(recorded, run, _taken(arrays, "mm.")):
+            yield family._replace(name="mm." + family.name)
     for key in arrays:
         if not key.startswith(_ELSEWHERE):
             raise ValueError(f"{run}: holds {key!r}, which this check does not know")
+
+
+def _taken(arrays: dict[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
+    """The arrays whose keys begin with `prefix`, without it; they leave `arrays`."""
+    keys = [key for key in arrays if key.startswith(prefix)]
+    return {key.removeprefix(prefix): arrays.pop(key) for key in keys}
 
 
 def _run_values(
@@ -335,6 +360,51 @@ def _run_values(
 ) -> Callable[[str], np.ndarray]:
     kept, logits = recorded.run(fake_quantize, tokens)
     return lambda key: computed(recorded, kept, logits, tokens, key)
+
+
+def check_multimodal(
+    recorded: Recorded, run: pathlib.Path, arrays: dict[str, np.ndarray]
+) -> list[Family]:
+    """Compares a recorded run with images: without fake quantisation, and the logits of two others.
+
+    `fakequant.logits` are those with it, `ignoring_images.logits` those of the same ids as text.
+    """
+    tokens, vision = arrays.pop("tokens"), recorded.config.vision
+    if vision is None:
+        raise ValueError(f"{run}: a run with images, and the model has no image encoder")
+    images = golden_multimodal.recorded_images(vision, arrays)
+    batch = golden_multimodal.image_batch(vision, images, len(tokens))
+    arrays = {k: v for k, v in arrays.items() if not k.endswith(golden_multimodal.GIVEN)}
+    kept, logits = recorded.run(False, tokens, images=batch)
+
+    def value(key: str) -> np.ndarray:
+        if key == "token_types":
+            return golden_multimodal.token_types(batch.source[0])
+        if key == "fp32_noquant.logits":
+            return logits
+        if key == "ignoring_images.logits":
+            return recorded.run(False, tokens)[1]
+        if key.startswith("image"):
+            return golden_multimodal.image_value(vision, images, kept, key)
+        return computed(recorded, kept, logits, tokens, key)
+
+    quantised = arrays.pop("fakequant.logits", None)
+    families = check_arrays(run, arrays, value)
+    if quantised is not None:
+        logits = recorded.run(True, tokens, images=batch)[1]
+        families.append(_without_flips("fakequant.logits", logits, quantised))
+    return families
+
+
+def _without_flips(key: str, ours: np.ndarray, theirs: np.ndarray) -> Family:
+    """Compares logits whose weights were not chosen to stay clear of rounding boundaries.
+
+    A value rounded the other way moves the rows that see it: a fifth of the rows may be off.
+    """
+    if ours.shape == theirs.shape:
+        order = np.argsort(np.abs(ours - theirs).max(-1))[: -(-4 * len(ours) // 5)]
+        ours, theirs = ours[order], theirs[order]
+    return Family(f"{key} (4/5)", 1, *compare(key, ours, theirs), key)
 
 
 def check_prefixes(recorded: Recorded, run: pathlib.Path) -> list[Family]:
@@ -368,12 +438,14 @@ def check_folder(folder: pathlib.Path) -> Iterator[tuple[str, Family]]:
     for run in runs:
         if run.stem.endswith("_decode"):
             results = check_prefixes(recorded, run)
+        elif run.stem.endswith("_multimodal"):
+            results = check_multimodal(recorded, run, dict(_load(run, "tokens", "token_types")))
         elif run.stem.endswith(("_fakequant", "_noquant")):
             results = check_run(recorded, run, run.stem.endswith("_fakequant"))
         elif run.stem.endswith("_storage"):
             results = check_storage(recorded, run)
         else:
-            kinds = "_fakequant, _noquant, _decode or _storage"
+            kinds = "_fakequant, _noquant, _multimodal, _decode or _storage"
             raise ValueError(f"{run}: name must end in {kinds}")
         for family in results:
             yield run.stem, family

@@ -55,6 +55,36 @@ def test_every_recorded_family_is_reproduced(shared_compilation):
     assert seen["E_decode"] == {f"prefill_logits.{mode}{n}" for mode in modes for n in lengths}
 
 
+IMAGES = {f"image{i}.{name}" for i in (0, 1) for name in ("patches", "aligner.out", "vit.out")}
+MULTIMODAL = IMAGES | {
+    *("token_types", "embed", "x_in", "x_out", "attn.out", "ffn.topk_idx", "ffn.topk_w"),
+    *("ffn.out", "engram.hash_ids", "engram.gate", "idx.topk_mask", "idx.cand", "logits"),
+}
+
+
+def test_images_are_reproduced():
+    """Encoder, span, routing by a bias of its own, Engram shut; without the two other modes."""
+    run = GOLDEN / "layout_i/multimodal/D_multimodal.npz"
+    arrays = dict(np.load(run))
+    for key in ("fakequant.logits", "ignoring_images.logits"):
+        del arrays[key]
+    recorded = golden_check.Recorded.load(run.parent)
+    families = golden_check.check_multimodal(recorded, run, arrays)
+    assert {family.name for family in families} >= MULTIMODAL
+    for family in families:
+        assert family.worst <= 1, family
+
+
+@pytest.mark.slow
+def test_images_are_reproduced_in_every_mode():
+    seen = [family for _, family in golden_check.check_folder(GOLDEN / "layout_i/multimodal")]
+    assert {family.name for family in seen} >= MULTIMODAL | {
+        "fakequant.logits (4/5)",
+        "ignoring_images.logits",
+    }
+    assert max(family.worst for family in seen) <= 1
+
+
 @pytest.mark.parametrize("key", ["L05.idx.topk_mask", "L02.attn.comp_kv", "logits"])
 def test_a_changed_array_fails_and_is_named(one_run, capsys, key):
     arrays = dict(np.load(one_run / "B_noquant.npz"))

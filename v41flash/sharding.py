@@ -23,6 +23,8 @@ RULES: tuple[tuple[str, Any], ...] = (
     # Activations.
     ("batch", ("data", "fsdp", "expert")),
     ("length", "context"),
+    # Slots of images, of all rows together: [batch * slots].
+    ("images", ("data", "fsdp", "expert", "context")),
     # Parameters.
     ("embed", "fsdp"),
     ("vocab", "tensor"),

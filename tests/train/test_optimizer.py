@@ -15,7 +15,7 @@ import optax
 import pytest
 
 from tests.train import micro
-from tests.v41flash.nn.samples import QUICK_COMPILE
+from tests.v41flash.nn.samples import QUICK_COMPILE, VISION
 from train import losses as losses_lib
 from train import optimizer as optimizer_lib
 from train import settings as settings_lib
@@ -47,6 +47,7 @@ def _model():
         compress_ratios=(2,),
         kv_source_layer_ids=(0,),
         index_source_layer_ids=(0,),
+        vision=VISION,
     )
 
 
@@ -62,12 +63,17 @@ def test_every_parameter_of_the_model_has_the_right_kind(params):
     assert dict(kinds) == {
         "table": {"embed", "head"},
         "engram_table": {"table"},
-        "norm": {"norm", "q_norm", "kv_norm", "k_norm", "q_weight", "k_weight"},
-        "vector": {"base", "scale", "sink"},
-        "router_bias": {"bias"},
+        "norm": {
+            "norm", "q_norm", "kv_norm", "k_norm", "q_weight", "k_weight", "attn_norm", "mlp_norm",
+        },
+        "vector": {
+            "base", "scale", "sink", "start", "newline", "end", "patch_embed_bias", "wqkv_bias",
+            "wo_bias", "w1_bias", "w2_bias",
+        },
+        "router_bias": {"bias", "bias_vl"},
         "matrix": {
             "fn", "wq_a", "wq_b", "wkv", "wgate", "wo_a", "wo_b", "weights_proj", "wk",
-            "w13", "w2", "shared_w13", "shared_w2", "weight",
+            "w13", "w2", "shared_w13", "shared_w2", "weight", "patch_embed", "wqkv", "wo", "w1",
         },
     }  # fmt: skip
 

@@ -296,7 +296,7 @@ def to_params(config: ModelConfig, read: Read, tree: str = MODEL) -> dict[str, A
     """
     params: dict[str, Any] = {}
     for parameter in parameters(config):
-        if parameter.tree != tree or parameter.path[0] == "images":
+        if parameter.tree != tree:
             continue
         built = {i: s.build(*map(read, s.names)) for i, s in parameter.sources.items()}
         whole = np.empty(parameter.shape, next(iter(built.values())).dtype)

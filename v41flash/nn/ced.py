@@ -15,11 +15,13 @@ import jax.numpy as jnp
 from pallas_kernels import mhc
 from v41flash.config import LayerGroup, ModelConfig
 from v41flash.config_checks import DOCUMENT_ALIGNMENT as ALIGNMENT
+from v41flash.image_rows import TEXT
 from v41flash.kernels import Kernels
 from v41flash.nn.block import LayerAux, Unit
 from v41flash.nn.context import make_context
 from v41flash.nn.linear import contract
 from v41flash.nn.mhc import Residual
+from v41flash.nn.vision import ImageBatch, Images
 from v41flash.sharding import constrain, partitioned
 
 
@@ -44,7 +46,7 @@ class Outputs(NamedTuple):
 
 
 class CED(nn.Module):
-    """The text model (V4.1 report, section 2).
+    """The model (V4.1 report, section 2): the text model, with images where it has an encoder.
 
     Attributes:
         config: the model.
@@ -63,6 +65,7 @@ class CED(nn.Module):
         positions: jax.Array,
         segment_ids: jax.Array,
         engram_rows: jax.Array | None = None,
+        images: ImageBatch | None = None,
     ) -> Outputs:
         """Runs all layers on all tokens of a packed batch.
 
@@ -73,6 +76,7 @@ class CED(nn.Module):
             segment_ids: int32 [B, T], 0 on padding, else equal inside a document.
             engram_rows: int32 [B, T, sites, rows] of `v41flash.text.engram_hash`; None where the
                 model has no Engram.
+            images: the images of the batch, for a model with an image encoder; None: text alone.
 
         Returns:
             `Outputs`; hidden states of padding rows mean nothing.
@@ -102,8 +106,14 @@ class CED(nn.Module):
             (cfg.hidden_size,),
             jnp.float32,
         )
-        context = make_context(cfg, positions, segment_ids, engram_rows)
+        is_image = None
+        if images is not None:
+            images = images._replace(source=_pad_rows(images.source))
+            is_image = images.source != TEXT
+        context = make_context(cfg, positions, segment_ids, engram_rows, is_image)
         x = constrain(jnp.take(embed, tokens, axis=0).astype(cfg.dtype), "batch", "length", None)
+        if images is not None or (cfg.vision is not None and self.is_initializing()):
+            x = constrain(Images(cfg, name="images")(x, images), "batch", "length", None)
         self.sow("intermediates", "embed", x)
         residual = Residual.start(x, cfg.hc_mult)
         shared, aux = None, []

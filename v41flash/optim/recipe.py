@@ -37,6 +37,11 @@ V41_RULES = (
     Rule(r".*/engram/wkv", "matrix", MatrixSpec(-3, (-2, -1), batch=...)),
     # mHC's projection is stored [out, in].
     Rule(r".*/hc_(attn|ffn)/fn", "matrix", MatrixSpec(-1, -2, batch=...)),
+    # Images. Of the fused q, k, v each is a matrix; so are all patches of a token in the aligner.
+    Rule(r"images/vision/patch_embed", "matrix", _PLAIN),
+    Rule(r"images/vision/blocks/wqkv", "matrix", MatrixSpec(-4, (-2, -1), batch=...)),
+    Rule(r"images/(vision/blocks/wo|aligner/w1)", "matrix", MatrixSpec((-3, -2), -1, batch=...)),
+    Rule(r"images/(.*/\w+_bias|start|newline|end)", "vector"),
     Rule(r"(.*/)?(\w+_)?norm", "norm"),
     Rule(r".*/engram/[qk]_weight", "norm"),
     Rule(r".*/hc_(attn|ffn)/(base|scale)", "vector"),
