@@ -166,4 +166,4 @@ def test_the_published_storage_is_reproduced():
         assert family.worst <= 1, family
         seen.add(family.name)
     wanted = ("weights", "fp32_noquant.logits", "fp32_noquant.x_in", "fp32_fakequant.logits")
-    assert seen >= {*wanted, "dequantised.layers.0.engram.embed.weight"}
+    assert seen >= {*wanted, "dequantised.layers.0.engram.embed.weight", "mm.fp32_noquant.logits"}

@@ -28,26 +28,29 @@ from v41flash.optim.axes import Matrices, leaf_names
 from v41flash.optim.partition import match
 
 
+def _abstract(config):
+    return step_lib.abstract_params(ced.CED(config), sharding.make_mesh({}, jax.devices()[:1]))
+
+
 @pytest.fixture(scope="module")
 def params():
     """Random values in the shapes of a real parameter tree."""
-    model = ced.CED(_model())
-    abstract = step_lib.abstract_params(model, sharding.make_mesh({}, jax.devices()[:1]))
+    abstract = _abstract(_model())
     rng = np.random.default_rng(0)
     return jax.tree.map(
         lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), jnp.float32), abstract
     )
 
 
-def _model():
-    """One layer has every kind of parameter."""
+def _model(**overrides):
+    """One layer has every kind of parameter of the text model."""
     return dataclasses.replace(
         micro.model(),
         num_hidden_layers=1,
         compress_ratios=(2,),
         kv_source_layer_ids=(0,),
         index_source_layer_ids=(0,),
-        vision=VISION,
+        **overrides,
     )
 
 
@@ -56,7 +59,8 @@ def _by_path(tree):
     return {"/".join(optimizer_lib.path_names(path)): leaf for path, leaf in leaves}
 
 
-def test_every_parameter_of_the_model_has_the_right_kind(params):
+def test_every_parameter_of_the_model_has_the_right_kind():
+    params = _abstract(_model(vision=VISION))
     kinds = collections.defaultdict(set)
     for path, kind in _by_path(optimizer_lib.kinds(params)).items():
         kinds[kind].add(path.rpartition("/")[2])
