@@ -393,8 +393,9 @@ class WindowCache:
             raise ValueError(f"{layers}: must be consecutive layers of {len(config.layers)}")
         row = RowFormat(config.window_kv_format, config.head_dim, config.dtype)
         shape = (len(layers), batch, config.sliding_window, row.width)
-        zero = jnp.zeros(batch, jnp.int32)
-        return cls(jnp.zeros(shape, row.storage), zero, zero, layers[0], row)
+        # Arrays of their own, so that a step may be given all of them to overwrite.
+        starts, lengths = jnp.zeros(batch, jnp.int32), jnp.zeros(batch, jnp.int32)
+        return cls(jnp.zeros(shape, row.storage), starts, lengths, layers[0], row)
 
     @property
     def bytes_per_sequence(self) -> int:
@@ -516,7 +517,7 @@ class CompressorState(NamedTuple):
         """Empty states, one for every KV source that pools more than one token."""
         ratios = {i: config.layers[i].ratio for i in config.kv_source_layer_ids}
         return {
-            i: cls(*[jnp.zeros((batch, m - 1, config.head_dim), jnp.float32)] * 2)
+            i: cls(*(jnp.zeros((batch, m - 1, config.head_dim), jnp.float32) for _ in range(2)))
             for i, m in ratios.items()
             if m > 1
         }

@@ -14,6 +14,7 @@ from v41flash.nn.context import Context
 from v41flash.nn.csa2 import CSA2, SharedKV
 from v41flash.nn.engram import Engram
 from v41flash.nn.index_loss import Lesson, indexer_kl
+from v41flash.nn.memory import Memory
 from v41flash.nn.mhc import HyperConnection, Residual
 from v41flash.nn.moe import MoE
 
@@ -28,10 +29,12 @@ class Carry(NamedTuple):
     Attributes:
         residual: the residual streams.
         lesson: contribution of the unit's layers so far to the indexer's loss, or None.
+        memory: caches that the layers read and write (serving), or None (training).
     """
 
     residual: Residual
-    lesson: Lesson | None
+    lesson: Lesson | None = None
+    memory: Memory | None = None
 
 
 class LayerAux(NamedTuple):
@@ -60,40 +63,64 @@ class Block(nn.Module):
     kernels: Kernels
     teacher: bool
 
-    @nn.compact
-    def __call__(
-        self, carry: Carry, shared: SharedKV | None, context: Context
+    def setup(self) -> None:
+        """Declares the sublayers."""
+        cfg, spec, kernels = self.config, self.spec, self.kernels
+        if spec.engram is not None:
+            self.engram = Engram(cfg, spec.engram, kernels)
+        self.hc_attn = HyperConnection(cfg, kernels)
+        self.attn = CSA2(cfg, spec, kernels, self.teacher)
+        self.hc_ffn = HyperConnection(cfg, kernels)
+        self.ffn = MoE(cfg, kernels)
+
+    def read(self, residual: Residual, context: Context) -> tuple[jax.Array, Residual]:
+        """Everything before attention: (its input x [B, T, d], the residual whose `out` is due)."""
+        streams = None
+        if self.spec.engram is not None:
+            streams = self.engram(residual.written(self.kernels.mhc), context)
+        return self.hc_attn(residual, streams)
+
+    def fill(self, residual: Residual, context: Context, memory: Memory) -> tuple:
+        """What prefill needs of the first decoder layer for every token: the global cache.
+
+        Returns:
+            (x, residual) of `read`, from which `finish` can go on, and the Memory.
+        """
+        x, residual = self.read(residual, context)
+        return x, residual, self.attn.make_cache(x, context, memory)[-1]
+
+    def finish(
+        self, x: jax.Array, carry: Carry, shared: SharedKV | None, context: Context
     ) -> tuple[Carry, tuple[LayerAux, SharedKV | None]]:
-        """Runs the layer.
+        """Attention on the input x [B, T, d] of `read`, and everything after it.
 
         Args:
-            carry: state of the unit.
+            x: attention input.
+            carry: its residual is that of `read`.
             shared: caches and selection of the layers before.
             context: of the batch.
 
         Returns:
             (new carry, (scalars, what the layer hands on; None from a Reuse layer)).
         """
-        cfg, spec = self.config, self.spec
-        residual, streams = carry.residual, None
-        if spec.engram is not None:
-            streams = residual.written(self.kernels.mhc)
-            engram = Engram(cfg, spec.engram, self.kernels, name="engram")
-            streams = engram(streams, context)
-        x, residual = HyperConnection(cfg, self.kernels, name="hc_attn")(residual, streams)
-        attention = CSA2(cfg, spec, self.kernels, self.teacher, name="attn")(x, shared, context)
+        attention = self.attn(x, shared, context, carry.memory)
         self.sow("intermediates", "attn_out", attention.out)
-        x, residual = HyperConnection(cfg, self.kernels, name="hc_ffn")(
-            residual._replace(out=attention.out)
-        )
-        out, balance_loss = MoE(cfg, self.kernels, name="ffn")(x, context)
+        x, residual = self.hc_ffn(carry.residual._replace(out=attention.out))
+        out, balance_loss = self.ffn(x, context)
         self.sow("intermediates", "ffn_out", out)
         lesson = attention.lesson
         if carry.lesson is not None:
             lesson = jax.tree.map(jnp.add, carry.lesson, lesson)
         aux = LayerAux(balance_loss, jnp.zeros(()), attention.max_main_kv)
-        made = None if spec.mode == "reuse" else attention.shared
-        return Carry(residual._replace(out=out), lesson), (aux, made)
+        made = None if self.spec.mode == "reuse" else attention.shared
+        return Carry(residual._replace(out=out), lesson, attention.memory), (aux, made)
+
+    def __call__(
+        self, carry: Carry, shared: SharedKV | None, context: Context
+    ) -> tuple[Carry, tuple[LayerAux, SharedKV | None]]:
+        """Runs the layer; arguments and results as for `finish`, from the residual streams on."""
+        x, residual = self.read(carry.residual, context)
+        return self.finish(x, carry._replace(residual=residual), shared, context)
 
 
 class Unit(nn.Module):
@@ -116,7 +143,7 @@ class Unit(nn.Module):
         # compiler would, and so keep everything, unless told not to.
         first = self._block(in_loop=self.group.repeats > 1)
         first = first(cfg, head_spec, self.kernels, teacher, name="first")
-        carry, (aux, made) = first(Carry(residual, None), shared, context)
+        carry, (aux, made) = first(Carry(residual), shared, context)
         if self.group.reuse:
             scanned = nn.scan(
                 self._block(in_loop=True),

@@ -21,33 +21,56 @@ class Compressor(nn.Module):
     config: ModelConfig
     ratio: int
 
-    @nn.compact
+    def setup(self) -> None:
+        """Declares the parameters."""
+        cfg = self.config
+        shape = (cfg.hidden_size, cfg.head_dim)
+        init = partitioned(nn.initializers.truncated_normal(cfg.initializer_range), ("embed", None))
+        ones = partitioned(nn.initializers.ones, (None,))
+        self.wkv = self.param("wkv", init, shape, jnp.float32)
+        self.norm = self.param("norm", ones, shape[1:], jnp.float32)
+        if self.ratio > 1:
+            self.wgate = self.param("wgate", init, shape, jnp.float32)
+
+    def project(self, x_BxTxd: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """Projections of every token: what waits until its group is complete.
+
+        Args:
+            x_BxTxd: [B, T, d], the attention input.
+
+        Returns:
+            (kv [B, T, D], gate logits [B, T, D]), float32; with ratio 1 (kv in the dtype of x,
+            None).
+        """
+        if self.ratio == 1:
+            return contract("btd,dk->btk", x_BxTxd, self.wkv), None
+        # The published run promotes the compressor to float32 where it pools.
+        x32 = x_BxTxd.astype(jnp.float32)
+        return contract("btd,dk->btk", x32, self.wkv), contract("btd,dk->btk", x32, self.wgate)
+
+    def pool(self, kv_BxGxmxD: jax.Array, score_BxGxmxD: jax.Array | None) -> jax.Array:
+        """Latents [B, G, D] of complete groups in `config.dtype`, not yet rotated."""
+        cfg = self.config
+        if score_BxGxmxD is None:
+            pooled = kv_BxGxmxD[:, :, 0]
+        else:
+            pooled = jnp.sum(kv_BxGxmxD * nn.softmax(score_BxGxmxD, axis=2), axis=2)
+        return rms_norm(pooled.astype(cfg.dtype), self.norm, cfg.rms_norm_eps)
+
     def __call__(self, x_BxTxd: jax.Array) -> jax.Array:
-        """Compresses the attention input.
+        """Compresses whole documents.
 
         Args:
             x_BxTxd: [B, T, d]; groups are rows (0..m-1), (m..2m-1), ... A trailing partial group is
                 left out.
 
         Returns:
-            latent [B, T // m, D] in the dtype of x, not yet rotated.
+            latent [B, T // m, D] in `config.dtype`, not yet rotated.
         """
-        cfg, m = self.config, self.ratio
-        shape = (cfg.hidden_size, cfg.head_dim)
-        init = partitioned(nn.initializers.truncated_normal(cfg.initializer_range), ("embed", None))
-        wkv = self.param("wkv", init, shape, jnp.float32)
-        norm = self.param(
-            "norm", partitioned(nn.initializers.ones, (None,)), shape[1:], jnp.float32
-        )
-        if m == 1:
-            pooled = contract("btd,dk->btk", x_BxTxd, wkv)
-        else:
-            wgate = self.param("wgate", init, shape, jnp.float32)
-            groups = x_BxTxd.shape[1] // m
-            # The published run promotes the compressor to float32 where it pools.
-            x32 = x_BxTxd[:, : groups * m].astype(jnp.float32)
-            grouped = (x_BxTxd.shape[0], groups, m, cfg.head_dim)
-            kv = contract("btd,dk->btk", x32, wkv).reshape(grouped)
-            score = contract("btd,dk->btk", x32, wgate).reshape(grouped)
-            pooled = jnp.sum(kv * nn.softmax(score, axis=2), axis=2).astype(x_BxTxd.dtype)
-        return rms_norm(pooled, norm, cfg.rms_norm_eps)
+        groups = x_BxTxd.shape[1] // self.ratio
+        kv, score = self.project(x_BxTxd[:, : groups * self.ratio])
+
+        def grouped(x: jax.Array | None) -> jax.Array | None:
+            return None if x is None else x.reshape(x.shape[0], groups, self.ratio, x.shape[-1])
+
+        return self.pool(grouped(kv), grouped(score))

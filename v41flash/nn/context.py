@@ -34,6 +34,8 @@ class Context(NamedTuple):
         window: sliding-window rows seen by each query, per part ("encoder", "decoder").
         main: compressed entries visible to each query, per compression ratio m.
         angles: rotation angles, per table ("window", "compressed").
+        entry_angles: rotation angles of the compressed entries that these rows make, at the
+            position of each entry's first token, per compression ratio m.
     """
 
     valid: jax.Array
@@ -42,6 +44,7 @@ class Context(NamedTuple):
     window: dict[str, Ranges]
     main: dict[int, Ranges]
     angles: dict[str, rope.RopeTable]
+    entry_angles: dict[int, rope.RopeTable]
 
 
 def rope_frequencies(config: ModelConfig) -> dict[str, np.ndarray]:
@@ -99,4 +102,5 @@ def make_context(
         main[ratio] = Ranges(group, group + jnp.where(valid, (positions + 1) // ratio, 0))
     freqs = rope_frequencies(config)
     angles = {name: rope.table(positions, freqs[name]) for name in freqs}
-    return Context(valid, is_image, engram_rows, window, main, angles)
+    entry_angles = {ratio: angles["compressed"].every(ratio) for ratio in config.ratios_in_use}
+    return Context(valid, is_image, engram_rows, window, main, angles, entry_angles)

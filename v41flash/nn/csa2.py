@@ -6,8 +6,9 @@ cache, in the four layer modes.
 * reindex: reads both, selects with index queries of its own (from the candidate pool).
 * reuse: reads the cache and the selection of the layers before it.
 
-Keys and values are the same vectors. Every key, the window's and the selected ones, enters one
-softmax with a per-head sink in the denominator.
+Rows come from the sequence itself (training) or from the caches of a `Memory` (serving);
+everything else is one code. Keys and values are the same vectors. Every key, the window's and the
+selected ones, enters one softmax with a per-head sink in the denominator.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ from v41flash.nn import rope
 from v41flash.nn.compressor import Compressor
 from v41flash.nn.context import Context
 from v41flash.nn.index_loss import Lesson, teach
-from v41flash.nn.indexer import Indexer, IndexQuery, select
+from v41flash.nn.indexer import Indexer, IndexQuery, select, select_in_pool
 from v41flash.nn.linear import contract
+from v41flash.nn.memory import Memory
 from v41flash.sharding import partitioned
 
 
@@ -39,15 +41,17 @@ class SharedKV(NamedTuple):
     Reuse nothing.
 
     Attributes:
-        main_rows: [B, G, D] cached entries, rotated and rounded.
-        index_keys: [B, G, Di].
-        indices: int32 [B, T, K] ascending, -1 padded; None while every visible entry is selected.
+        main_rows: [B, G, D] cached entries, rotated and rounded. Out of a `Memory` they are those
+            that `indices` names, or all.
+        index_keys: [B, G, Di]; None where a `Memory` has them.
+        indices: int32 [B, T, K] places in main_rows, ascending, -1 padded; None while every visible
+            entry is selected.
         pool: candidate blocks, or None.
         index_query: what selected; None where the indexer's loss is not asked for.
     """
 
     main_rows: jax.Array
-    index_keys: jax.Array
+    index_keys: jax.Array | None
     indices: jax.Array | None
     pool: indexer_op.Pool | None
     index_query: IndexQuery | None
@@ -62,12 +66,14 @@ class AttentionResult(NamedTuple):
         lesson: contribution to the indexer's loss; None where it was not asked for.
         max_main_kv: float32 scalar, largest absolute entry of the shared cache before it is
             rounded to `main_kv_format`; 0 where the layer makes none.
+        memory: the Memory after this layer, or None.
     """
 
     out: jax.Array
     shared: SharedKV | None
     lesson: Lesson | None
     max_main_kv: jax.Array
+    memory: Memory | None
 
 
 class CSA2(nn.Module):
@@ -132,16 +138,34 @@ class CSA2(nn.Module):
         )
 
     def make_cache(
-        self, x_BxTxd: jax.Array, angles: rope.RopeTable
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """(main rows [B, G, D], index keys [B, G, Di], `max_main_kv`) of a Full layer."""
-        latent = self.compressor(x_BxTxd)
+        self, x_BxTxd: jax.Array, context: Context, memory: Memory | None = None
+    ) -> tuple[jax.Array, jax.Array, jax.Array, Memory | None]:
+        """Entries of a Full layer.
+
+        Args:
+            x_BxTxd: [B, T, d], the attention input.
+            context: of the step.
+            memory: where the entries are stored, if anywhere.
+
+        Returns:
+            (main rows [B, G, D], index keys [B, G, Di], `max_main_kv`, memory). With a memory they
+            are the entries that the step completes.
+        """
+        layer, first = self.spec.index, None
+        if memory is None:
+            latent = self.compressor(x_BxTxd)
+        else:
+            groups, memory = memory.complete(layer, *self.compressor.project(x_BxTxd))
+            latent, first = self.compressor.pool(groups.kv, groups.score), groups.first
         self.sow("intermediates", "latent", latent)
-        entry_angles = angles.every(self.spec.ratio)
+        entry_angles = context.entry_angles[self.spec.ratio]
         rotated = rope.rotate(latent, entry_angles)
         largest = jnp.max(jnp.abs(jax.lax.stop_gradient(rotated))).astype(jnp.float32)
         rows = quant.fake_quantize(rotated, self.config.main_kv_format, self.kernels.fp4)
-        return rows, self.indexer.keys(latent, entry_angles), largest
+        keys = self.indexer.keys(latent, entry_angles)
+        if memory is not None:
+            memory = memory.store(layer, rows, keys, first)
+        return rows, keys, largest, memory
 
     def output(self, o_BxTxHxD: jax.Array, angles: rope.RopeTable) -> jax.Array:
         """Rotates the attention output back and projects it, group-wise, to [B, T, d]."""
@@ -152,33 +176,32 @@ class CSA2(nn.Module):
         return contract("btgr,grd->btd", o, self.wo_b)
 
     def __call__(
-        self, x_BxTxd: jax.Array, shared: SharedKV | None, context: Context
+        self,
+        x_BxTxd: jax.Array,
+        shared: SharedKV | None,
+        context: Context,
+        memory: Memory | None = None,
     ) -> AttentionResult:
         """Runs the sublayer on its normalised input x [B, T, d]."""
-        cfg, spec = self.config, self.spec
+        spec = self.spec
         angles = context.angles["compressed" if spec.ratio else "window"]
         latent, q = self.query(x_BxTxd, angles)
         window = self.window_rows(x_BxTxd, angles)
+        self.sow("intermediates", "win_kv", window)
+        if memory is not None:
+            window, memory = memory.with_window(spec.index, window)
         max_main_kv = jnp.zeros((), jnp.float32)
         if spec.mode == "full":
-            main_rows, index_keys, max_main_kv = self.make_cache(x_BxTxd, angles)
+            main_rows, index_keys, max_main_kv, memory = self.make_cache(x_BxTxd, context, memory)
             main_rows = checkpoint_name(main_rows, "shared_kv")
             index_keys = checkpoint_name(index_keys, "shared_kv")
             shared = SharedKV(main_rows, index_keys, None, None, None)
         if spec.mode in ("full", "reindex"):
             index_query = self.indexer.query(x_BxTxd, latent, angles)
-            shared = shared._replace(index_query=index_query if self.teacher else None)
-            if not cfg.dense_selection:
-                indices, pool = select(
-                    cfg,
-                    index_query,
-                    shared.index_keys,
-                    context.main[spec.ratio],
-                    make_pool=spec.pool == "make",
-                    pool=shared.pool if spec.pool == "use" else None,
-                    implementation=self.kernels.indexer,
-                )
-                shared = shared._replace(indices=indices, pool=pool)
+            if memory is not None:
+                shared = self._recall(index_query, shared, context, memory)
+            else:
+                shared = self._choose(index_query, shared, context)
         out, lse = self._attend(q, window, shared, context)
         lesson = None
         if self.teacher and spec.ratio:
@@ -197,12 +220,54 @@ class CSA2(nn.Module):
         if spec.pool == "make" and shared.pool is not None:
             self.sow("intermediates", "pool_blocks", shared.pool.blocks)
         self.sow("intermediates", "q", q)
-        self.sow("intermediates", "win_kv", window)
         if spec.mode == "full":
             self.sow("intermediates", "comp_kv", shared.main_rows)
         self.sow("intermediates", "o_rot", out)
         projected = self.output(out, angles)
-        return AttentionResult(projected, shared, lesson, max_main_kv)
+        return AttentionResult(projected, shared, lesson, max_main_kv, memory)
+
+    def _choose(self, query: IndexQuery, shared: SharedKV, context: Context) -> SharedKV:
+        """The selection among the sequence's own entries."""
+        cfg, spec = self.config, self.spec
+        shared = shared._replace(index_query=query if self.teacher else None)
+        if cfg.dense_selection:
+            return shared
+        indices, pool = select(
+            cfg,
+            query,
+            shared.index_keys,
+            context.main[spec.ratio],
+            make_pool=spec.pool == "make",
+            pool=shared.pool if spec.pool == "use" else None,
+            implementation=self.kernels.indexer,
+        )
+        return shared._replace(indices=indices, pool=pool)
+
+    def _recall(
+        self, query: IndexQuery, shared: SharedKV, context: Context, memory: Memory
+    ) -> SharedKV:
+        """The selection among cached entries, and their rows."""
+        cfg, spec = self.config, self.spec
+        visible, pool = context.main[spec.ratio], shared.pool
+        entries = memory.entries(spec.ratio)
+        if cfg.dense_selection:
+            rows = memory.cache.main_rows(spec.kv_source).read(0, entries)
+            return SharedKV(rows, None, None, None, None)
+        keys = memory.cache.index_keys(spec.kv_source)
+        if spec.pool == "use":
+            indices = select_in_pool(cfg, query, keys, visible, pool, self.kernels.indexer)
+        else:
+            indices, pool = select(
+                cfg,
+                query,
+                keys.read(0, entries),
+                visible,
+                make_pool=spec.pool == "make",
+                pool=None,
+                implementation=self.kernels.indexer,
+            )
+        rows, places = memory.selected(spec.kv_source, indices)
+        return SharedKV(rows, None, places, pool, None)
 
     def _attend(
         self, q: jax.Array, window: jax.Array, shared: SharedKV | None, context: Context

@@ -14,8 +14,10 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels import indexer as indexer_op
+from pallas_kernels.chunking import chunk_size, map_queries
 from pallas_kernels.rms_norm import rms_norm
 from v41flash import quant
+from v41flash.cache import PagedRows
 from v41flash.config import ModelConfig
 from v41flash.kernels import Kernels
 from v41flash.nn import rope
@@ -121,3 +123,53 @@ def select(
     if made is not None:
         pool = indexer_op.Pool(checkpoint_name(made.blocks, "selection"), made.size)
     return indices, pool
+
+
+def select_in_pool(
+    config: ModelConfig,
+    query: IndexQuery,
+    keys: PagedRows,
+    visible: Ranges,
+    pool: indexer_op.Pool,
+    implementation: indexer_op.Implementation,
+) -> jax.Array:
+    """`select` among the candidates of a pool, of which alone the cached keys are read.
+
+    Args:
+        config: the model.
+        query: of this layer.
+        keys: index keys of the cache that the layer reads.
+        visible: entries visible to each query; sequences start at entry 0.
+        pool: of the candidate source layer.
+        implementation: of `pallas_kernels.indexer`.
+
+    Returns:
+        Indices int32 [B, T, K] ascending, -1 padded.
+    """
+    batch, queries, heads, dim = query.q.shape
+    candidates = pool.blocks.shape[-1] * pool.size
+
+    def body(q: jax.Array, weights: jax.Array, hi: jax.Array, blocks: jax.Array) -> jax.Array:
+        entry = (blocks[..., None] * pool.size + jnp.arange(pool.size)).reshape(*hi.shape, -1)
+        held = (jnp.repeat(blocks, pool.size, axis=-1) >= 0) & (entry < hi[..., None])
+        # Blocks ascend, -1 at the end, and only the last can reach beyond the newest visible
+        # entry: what is held comes first. So every query has a key range of its own, from 0 on.
+        count = jnp.sum(held, axis=-1, dtype=jnp.int32).reshape(-1, 1)
+        entry = jnp.where(held, entry, -1)
+        own = keys.gather(entry).reshape(-1, candidates, dim)
+        q, weights = q.reshape(-1, 1, heads, dim), weights.reshape(-1, 1, heads)
+        places, _ = indexer_op.select(
+            q,
+            weights,
+            own,
+            jnp.zeros_like(count),
+            count,
+            top_k=config.index_topk,
+            implementation=implementation,
+        )
+        places = places.reshape(*hi.shape, -1)
+        chosen = jnp.take_along_axis(entry, jnp.maximum(places, 0), axis=-1)
+        return jnp.where(places >= 0, chosen, -1)
+
+    chunk = chunk_size(queries, batch, 4 * candidates * max(heads, dim))
+    return map_queries(body, (query.q, query.weights, visible.hi, pool.blocks), chunk)

@@ -1,0 +1,43 @@
+"""The compiled steps of one model: every program that serving runs, jitted once."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+
+from v41flash.serving import decode, prefill, replay
+from v41flash.serving.forward import Model
+
+
+class Programs:
+    """Jitted steps; each compiles once per shape. State that goes in is given up (donated), so that
+    pages are written in place.
+
+    Attributes:
+        model: the model.
+        exact_chunk, encoder_chunk, decoder_replay: of `v41flash.serving.prefill`.
+        begin, run: of `v41flash.serving.decode`.
+        recall: of `v41flash.serving.replay`.
+    """
+
+    def __init__(self, model: Model, compiler_options: dict[str, Any] | None = None):
+        """Nothing is compiled before it is called.
+
+        Args:
+            model: the model.
+            compiler_options: of XLA, for all programs.
+        """
+        self.model = model
+        jit = functools.partial(jax.jit, compiler_options=compiler_options)
+
+        def of_model(function: Any, **keywords: Any) -> Any:
+            return jit(functools.partial(function, model), **keywords)
+
+        self.exact_chunk = of_model(prefill.exact_chunk, donate_argnums=(1, 2))
+        self.encoder_chunk = of_model(prefill.encoder_chunk, donate_argnums=(1, 2))
+        self.decoder_replay = of_model(prefill.decoder_replay, donate_argnums=(1,))
+        self.begin = jit(decode.begin, static_argnames="top")
+        self.run = of_model(decode.run, donate_argnums=(1, 2), static_argnames=("size", "top"))
+        self.recall = jit(replay.recall, donate_argnums=(1,))
