@@ -61,6 +61,20 @@ def five_layers(**overrides) -> ModelConfig:
     )
 
 
+def three_layers(**overrides) -> ModelConfig:
+    """Full (m=2) | Full (m=1, with Engram and pool) Reindex: an encoder and a decoder, no more."""
+    return presets.tiny(
+        num_hidden_layers=3,
+        compress_ratios=(2, 1, 1),
+        kv_source_layer_ids=(0, 1),
+        index_source_layer_ids=(0, 1, 2),
+        candidate_source_layer_id=1,
+        engram_layer_ids=(1,),
+        engram_num_embeddings=(304,),
+        **overrides,
+    )
+
+
 def two_layers(**overrides) -> ModelConfig:
     """Full (m=2, with Engram and pool) | Reindex: every kind of parameter, little to compile."""
     return presets.tiny(
