@@ -1,0 +1,5 @@
+"""Serving: prefill, decoding, replay, and `Generator`, which is all that most uses need."""
+
+from v41flash.serving.generator import Generation, Generator, Options, Piece, Statistics
+
+__all__ = ["Generation", "Generator", "Options", "Piece", "Statistics"]

@@ -59,7 +59,7 @@ class Weights:
                 the pad.
 
         Raises:
-            ValueError: the map is missing, or too long.
+            ValueError: the map is missing, or does not fit the model.
         """
         layers = []
         for spec in config.layers:
@@ -97,6 +97,11 @@ def _hashing(config: ModelConfig, token_map: Any) -> tuple[jax.Array, DeviceHash
     if len(token_map) > config.vocab_size:
         raise ValueError(
             f"token_map has {len(token_map)} ids: must be at most vocab_size {config.vocab_size}"
+        )
+    if np.max(token_map) >= config.engram_compressed_vocab_size:
+        raise ValueError(
+            f"token_map reaches {np.max(token_map)}: must be below engram_compressed_vocab_size"
+            f" {config.engram_compressed_vocab_size}"
         )
     pad = int(token_map[config.engram_pad_token_id])
     ids = np.full(config.vocab_size, pad, np.int32)

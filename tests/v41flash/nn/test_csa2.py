@@ -151,9 +151,10 @@ def cache_rows(fmt, attention_params, x):
     """(cached entries, `max_main_kv`)."""
     config = samples.five_layers(main_kv_format=fmt)
     positions = jnp.arange(x.shape[1], dtype=jnp.int32)[None]
-    angles = make_context(config, positions, positions * 0 + 1, None).angles["compressed"]
+    context = make_context(config, positions, positions * 0 + 1, None)
     module = CSA2(config, config.layers[FULL_M2], Kernels())
-    rows, _, largest = module.apply({"params": attention_params}, x, angles, method="make_cache")
+    made = module.apply({"params": attention_params}, x, context, method="make_cache")
+    rows, _, largest, _ = made
     return rows, largest
 
 

@@ -16,6 +16,11 @@ from v41flash.serving.programs import Programs
 from v41flash.serving.state import State
 from v41flash.serving.weights import Weights
 
+# Bytes, three specials, and one id for images.
+CONFIG = samples.three_layers(vocab_size=260, image_token_id=259, engram_compressed_vocab_size=260)
+# 3 windows + 7: every residue by m, below and above window, top-k, pool and row alignment.
+PREFIXES = 3 * CONFIG.sliding_window + 7
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Served:

@@ -5,14 +5,11 @@ import dataclasses
 import numpy as np
 import pytest
 
-from tests.v41flash.nn import samples
-from tests.v41flash.serving.served import Served, entries
+from tests.v41flash.serving.served import CONFIG, PREFIXES, Served, entries
 from v41flash.serving.prefill import chunk_width
 from v41flash.serving.replay import begin_replay
 
-CONFIG = samples.three_layers()
 WINDOW = CONFIG.sliding_window
-PREFIXES = 3 * WINDOW + 7
 # The last query sees W rows of the second decoder layer, the oldest of which saw W of the first.
 EXACT_REPLAY = 2 * WINDOW - 1
 
@@ -115,8 +112,8 @@ def test_prefill_refuses(served):
         served.prefill([[5]], state)
     with pytest.raises(ValueError, match="every prompt is empty"):
         served.prefill([[], []], state)
-    with pytest.raises(ValueError, match=r"prompt 1: token ids 5..256 leave the vocabulary"):
-        served.prefill([[5], [5, 256]], state)
+    with pytest.raises(ValueError, match=r"prompt 1: token ids 5..260 leave the vocabulary"):
+        served.prefill([[5], [5, 260]], state)
     with pytest.raises(ValueError, match="replay = 0"):
         served.prefill([[5], [5]], state, replay=0)
     with pytest.raises(ValueError, match="sequence 1: 129 more tokens"):

@@ -1,0 +1,125 @@
+"""What a run folder of `train.main` holds for serving: model, parameters, tokenizer."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from v41flash.checkpoints.orbax import Checkpoints
+from v41flash.config import ConfigError, ModelConfig
+from v41flash.errors import InputError
+from v41flash.kernels import Kernels
+from v41flash.nn.ced import ALIGNMENT, CED
+from v41flash.text import canonical
+from v41flash.text import tokenizer as tokenizer_lib
+from v41flash.text.tokenizer import Tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A checkpoint with everything that it was trained with.
+
+    Attributes:
+        config: the model of the stage that made the checkpoint.
+        kernels: as in its configuration.
+        params: parameter tree of `v41flash.nn.ced.CED`, on one device.
+        tokenizer: of its data.
+        token_map: i32 [tokenizer.vocab_size], canonical ids.
+        step: updates done.
+    """
+
+    config: ModelConfig
+    kernels: Kernels
+    params: Any
+    tokenizer: Tokenizer
+    token_map: np.ndarray
+    step: int
+
+    @classmethod
+    def load(cls, workdir: str | Path, step: int | None = None) -> Run:
+        """Reads a run folder.
+
+        Args:
+            workdir: the folder.
+            step: of the checkpoint; the newest one when None.
+
+        Raises:
+            InputError: no run, no such checkpoint, or a configuration that is none of this
+                library's.
+        """
+        workdir = Path(workdir)
+        file = workdir / "config.json"
+        if not file.is_file() or not (workdir / "checkpoints").is_dir():
+            raise InputError(
+                f"{workdir}: must be the folder of a training run (config.json and checkpoints/)"
+            )
+        try:
+            values = json.loads(file.read_text())
+        except ValueError as error:
+            raise InputError(f"{file}: not JSON: {error}") from error
+        with Checkpoints(workdir / "checkpoints") as stored:
+            steps = stored.steps()
+            if not steps:
+                raise InputError(f"{workdir}: holds no checkpoint yet")
+            step = steps[-1] if step is None else step
+            if step not in steps:
+                raise InputError(f"checkpoint {step}: {workdir} has {', '.join(map(str, steps))}")
+            try:
+                config = _model(values, step)
+                kernels = _kernels(values["kernels"])
+                name = values["data"]["tokenizer"]
+            except (KeyError, TypeError, ConfigError) as error:
+                raise InputError(f"{file}: not a configuration of this version: {error}") from error
+            params = stored.restore_params(step, _abstract(config))
+        tokenizer = tokenizer_lib.load(
+            name,
+            bos_id=config.bos_token_id,
+            eos_id=config.eos_token_id,
+            pad_id=config.pad_token_id,
+        )
+        return cls(config, kernels, params, tokenizer, canonical.canonical_map(tokenizer), step)
+
+
+def _model(values: Mapping[str, Any], step: int) -> ModelConfig:
+    """The model with what `train.stages` changed for the update that made the checkpoint."""
+    last = step - 1
+    model = dict(values["model"])
+    for start, overrides in values["train"]["stages"]:
+        if start <= last:
+            changed = ((key.split(".", 1), value) for key, value in overrides.items())
+            model |= {key: value for (section, key), value in changed if section == "model"}
+    if last < values["train"]["indexer_warmup_steps"]:
+        model["dense_selection"] = True
+    return ModelConfig.from_dict(model)
+
+
+def _kernels(values: Mapping[str, Any]) -> Kernels:
+    """One name, or several to be tried in order: "mosaic_gpu,xla"."""
+
+    def names(value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        parts = tuple(part.strip() for part in value.split(","))
+        return parts if len(parts) > 1 else parts[0]
+
+    return Kernels(**{key: names(value) for key, value in values.items()})
+
+
+def _abstract(config: ModelConfig) -> Any:
+    """Shapes of the parameters, on the first device."""
+    row = jax.ShapeDtypeStruct((1, ALIGNMENT), jnp.int32)
+    rows = (1, ALIGNMENT, config.num_engram_sites, config.engram_rows_per_token)
+    inputs = row, row, row, jax.ShapeDtypeStruct(rows, jnp.int32)
+    boxed = jax.eval_shape(CED(config).init, jax.random.key(0), *inputs)["params"]
+    where = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), nn.unbox(boxed)
+    )
