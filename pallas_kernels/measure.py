@@ -24,10 +24,32 @@ class Variant:
         flops: of the work, 0 where it is bound by memory.
         bytes: that have to cross to and from main memory, 0 where it is bound by arithmetic.
         tolerance: largest `error` against the reference that is allowed.
+        repeats: times that the function does the work, where once takes no longer than to start it;
+            flops and bytes are those of one.
     """
 
     function: Callable[[Any], Callable[..., Any]]
     arguments: tuple[Any, ...]
+    flops: float
+    bytes: float
+    tolerance: float
+    repeats: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Foreign:
+    """A rival that is not a JAX function.
+
+    Attributes:
+        start: starts one call, and returns its result.
+        wait: waits until a result is there.
+        convert: result -> arrays as the reference has them.
+        flops, bytes, tolerance: as for `Variant`.
+    """
+
+    start: Callable[[], Any]
+    wait: Callable[[Any], Any]
+    convert: Callable[[Any], Any]
     flops: float
     bytes: float
     tolerance: float
@@ -45,7 +67,7 @@ class Benchmark:
 
     reference: Callable[..., Any]
     variants: Mapping[str, Variant]
-    rivals: Mapping[str, Variant] = dataclasses.field(default_factory=dict)
+    rivals: Mapping[str, Variant | Foreign] = dataclasses.field(default_factory=dict)
 
 
 class Ceilings(NamedTuple):
@@ -55,7 +77,12 @@ class Ceilings(NamedTuple):
     copy: float
 
 
-def seconds(function: Callable[..., Any], *arguments: Any, budget: float = 2.0) -> float:
+def seconds(
+    function: Callable[..., Any],
+    *arguments: Any,
+    budget: float = 2.0,
+    wait: Callable[[Any], Any] = jax.block_until_ready,
+) -> float:
     """Median time of a call of a compiled function.
 
     Calls are timed in groups long enough (2 ms) that starting and waiting for them does not count.
@@ -64,10 +91,11 @@ def seconds(function: Callable[..., Any], *arguments: Any, budget: float = 2.0) 
         function: compiled, on any arguments.
         *arguments: of it.
         budget: seconds to spend, beyond the two calls that it takes to warm up.
+        wait: waits for a result.
     """
-    jax.block_until_ready(function(*arguments))
+    wait(function(*arguments))
     start = time.perf_counter()
-    jax.block_until_ready(function(*arguments))
+    wait(function(*arguments))
     once = time.perf_counter() - start
     group = max(1, min(100, round(2e-3 / max(once, 1e-6))))
     samples = []
@@ -76,7 +104,7 @@ def seconds(function: Callable[..., Any], *arguments: Any, budget: float = 2.0) 
         start = time.perf_counter()
         for _ in range(group):
             result = function(*arguments)
-        jax.block_until_ready(result)
+        wait(result)
         elapsed = time.perf_counter() - start
         samples.append(elapsed / group)
         spent += elapsed

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -9,7 +11,11 @@ from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.indexer import reference
 from pallas_kernels.indexer.reference import Pool
 
-SELECT_IMPLEMENTATIONS = {"xla": reference.select}
+# On a GPU the scores of XLA are selected from by the kernel of topk, where that accepts them.
+SELECT_IMPLEMENTATIONS = {
+    "xla_mosaic_gpu": functools.partial(reference.select, topk_implementation="mosaic_gpu"),
+    "xla": reference.select,
+}
 SCORES_IMPLEMENTATIONS = {"xla": reference.scores}
 SCORES_AT_IMPLEMENTATIONS = {"xla": reference.scores_at}
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.chunking import chunk_size, map_queries
-from pallas_kernels.topk.reference import topk
+from pallas_kernels.topk import topk
 
 
 @jax.tree_util.register_dataclass
@@ -55,14 +55,7 @@ def _masked_scores(q, w, k, lo, hi):
     return jnp.where(visible, _weighted_relu("bchd,bgd->bchg", q, w, k), -jnp.inf)
 
 
-def _ascending(indices):
-    """Sorts indices, the -1 among them to the end."""
-    last = jnp.iinfo(jnp.int32).max
-    ordered = jnp.sort(jnp.where(indices >= 0, indices, last), axis=-1)
-    return jnp.where(ordered < last, ordered, -1)
-
-
-def pool_from_scores(scores, lo, hi, blocks, size):
+def pool_from_scores(scores, lo, hi, blocks, size, topk_implementation="xla"):
     """The pool that masked scores make.
 
     Args:
@@ -71,6 +64,7 @@ def pool_from_scores(scores, lo, hi, blocks, size):
         hi: i32 `[B, C]`, one past its newest visible entry; at most G.
         blocks: P, how many blocks to keep.
         size: consecutive entries of a block, counted from `lo`.
+        topk_implementation: of `pallas_kernels.topk`.
 
     Returns:
         `Pool` with the P blocks of largest maximum. The block of the newest visible entry always
@@ -89,11 +83,14 @@ def pool_from_scores(scores, lo, hi, blocks, size):
     best = shifted.reshape(*scores.shape[:2], count, size).max(axis=-1)
     newest = jnp.where(hi > lo, (hi - lo - 1) // size, -1)
     best = jnp.where(jnp.arange(count) == newest[..., None], jnp.inf, best)
-    return Pool(_ascending(topk(best, blocks)), size)
+    chosen = topk(best, blocks, order="index", implementation=topk_implementation)
+    return Pool(chosen, size)
 
 
-def select(q, w, k, lo, hi, *, top_k, pool=None, make_pool=None, chunk=None):
-    """See `pallas_kernels.indexer.select`."""
+def select(
+    q, w, k, lo, hi, *, top_k, pool=None, make_pool=None, chunk=None, topk_implementation="xla"
+):
+    """See `pallas_kernels.indexer.select`; `topk_implementation` is of `pallas_kernels.topk`."""
     q, w, k = jax.lax.stop_gradient((q, w, k))
     batch, queries, heads, dim = q.shape
     entries = k.shape[1]
@@ -104,11 +101,14 @@ def select(q, w, k, lo, hi, *, top_k, pool=None, make_pool=None, chunk=None):
             largest = 4 * pool.blocks.shape[-1] * pool.size * max(heads, dim)
         chunk = chunk_size(queries, batch, largest)
 
+    def best(scores):
+        return topk(scores, top_k, order="index", implementation=topk_implementation)
+
     def everywhere(q, w, lo, hi):
         scores = _masked_scores(q, w, k, lo, hi)
-        indices = _ascending(topk(scores, top_k))
-        made = None if make_pool is None else pool_from_scores(scores, lo, hi, *make_pool)
-        return indices, made
+        if make_pool is None:
+            return best(scores), None
+        return best(scores), pool_from_scores(scores, lo, hi, *make_pool, topk_implementation)
 
     def in_pool(q, w, lo, hi, blocks):
         candidates = lo[..., None, None] + blocks[..., None] * pool.size + jnp.arange(pool.size)
@@ -116,10 +116,10 @@ def select(q, w, k, lo, hi, *, top_k, pool=None, make_pool=None, chunk=None):
         candidates = jnp.where(inside, candidates, -1).reshape(*blocks.shape[:2], -1)
         scores = _weighted_relu("bchd,bckd->bchk", q, w, _gather(k, candidates))
         scores = jnp.where(candidates >= 0, scores, -jnp.inf)
-        # Blocks ascend, so the lower place among equals is also the lower index.
-        best = topk(scores, top_k)
-        chosen = jnp.take_along_axis(candidates, jnp.maximum(best, 0), axis=-1)
-        return _ascending(jnp.where(best >= 0, chosen, -1))
+        # Blocks ascend, so the lower place is also the lower index.
+        places = best(scores)
+        chosen = jnp.take_along_axis(candidates, jnp.maximum(places, 0), axis=-1)
+        return jnp.where(places >= 0, chosen, -1)
 
     if pool is not None:
         return map_queries(in_pool, (q, w, lo, hi, pool.blocks), chunk), None

@@ -5,8 +5,9 @@ from __future__ import annotations
 import jax.numpy as jnp
 import optax
 
-from pallas_kernels.measure import Variant
+from pallas_kernels.measure import Foreign, Variant
 from pallas_kernels.newton_schulz import HYBRID, cases
+from pallas_kernels.topk import cases as topk_cases
 
 
 def optax_muon(name: str) -> dict[str, Variant]:
@@ -34,4 +35,26 @@ def optax_muon(name: str) -> dict[str, Variant]:
     }
 
 
-RIVALS = {"newton_schulz": optax_muon}
+def torch_topk(name: str) -> dict[str, Foreign]:
+    """torch.topk of the same scores; among equal scores it takes any."""
+    import torch
+
+    case = topk_cases.BENCHMARKS[name]
+    if case.block > 1:
+        return {}
+    scores = torch.from_dlpack(topk_cases.scores(name))
+
+    def rival(ordered):
+        return Foreign(
+            start=lambda: torch.topk(scores, case.k, dim=-1, sorted=ordered),
+            wait=lambda _: torch.cuda.synchronize(),
+            convert=lambda found: jnp.sort(jnp.from_dlpack(found.indices.int()), axis=-1),
+            flops=0.0,
+            bytes=float(4 * scores.numel() + 4 * case.shape[0] * case.k),
+            tolerance=1e-3,
+        )
+
+    return {"torch.topk": rival(False), "torch.topk sorted": rival(True)}
+
+
+RIVALS = {"newton_schulz": optax_muon, "topk": torch_topk}

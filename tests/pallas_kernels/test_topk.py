@@ -7,32 +7,33 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import checkify
 
-from pallas_kernels.topk import IMPLEMENTATIONS, topk
+from pallas_kernels.topk import topk, topk_blocks
 from pallas_kernels.topk.cases import CASES, arguments
 
-jitted = jax.jit(topk, static_argnums=1, static_argnames="implementation")
+jitted = jax.jit(topk, static_argnums=1, static_argnames=("order", "implementation"))
 
 
-def numpy_topk(scores, k, lengths=None):
+def numpy_topk(scores, k, lengths=None, order="score"):
     result = np.full((*scores.shape[:-1], k), -1, np.int32)
     for at in np.ndindex(scores.shape[:-1]):
         length = scores.shape[-1] if lengths is None else lengths[at]
         row = scores[at][:length].astype(np.float64) + 0.0
         allowed = np.flatnonzero(row > -np.inf)
-        order = allowed[np.argsort(-row[allowed], kind="stable")][:k]
-        result[at][: len(order)] = order
+        best = allowed[np.argsort(-row[allowed], kind="stable")][:k]
+        result[at][: len(best)] = best if order == "score" else np.sort(best)
     return result
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("order", ["score", "index"])
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize("name", CASES)
-def test_equals_stable_sort(name, ties, implementation):
+def test_equals_stable_sort(name, ties, order):
     scores, k, lengths = arguments(CASES[name], ties=ties)
-    indices = jitted(scores, k, lengths, implementation=implementation)
+    indices = jitted(scores, k, lengths, order=order)
     assert indices.dtype == jnp.int32
-    np.testing.assert_array_equal(indices, numpy_topk(scores, k, lengths))
+    np.testing.assert_array_equal(indices, numpy_topk(scores, k, lengths, order))
 
 
 special = st.sampled_from([np.nan, -np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-45, -1e38, 1.0])
@@ -60,9 +61,29 @@ def test_empty():
     assert topk(jnp.zeros((2, 5)), 0).shape == (2, 0)
 
 
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("block", [1, 4, 8, 50])
+def test_blocks(block, ties):
+    scores, k, lengths = arguments(CASES["lengths"], ties=ties)
+    best = [
+        [row[:n][at : at + block].max(initial=-np.inf) for at in range(0, row.size, block)]
+        for row, n in zip(scores, lengths, strict=True)
+    ]
+    expected = numpy_topk(np.float32(best), k, order="index")
+    np.testing.assert_array_equal(topk_blocks(scores, k, block, lengths), expected)
+
+
 def test_under_vmap():
     scores, k, _ = arguments(CASES["plain"], ties=True)
     np.testing.assert_array_equal(jax.vmap(lambda s: topk(s, k))(scores), numpy_topk(scores, k))
+
+
+def test_nan_is_an_error_to_checkify():
+    checked = checkify.checkify(lambda s: topk(s, 2), errors=checkify.user_checks)
+    assert checked(jnp.asarray([1.0, -jnp.inf, 3.0]))[0].get() is None
+    error, indices = checked(jnp.asarray([1.0, jnp.nan, 3.0]))
+    assert "the scores have a NaN" in error.get()
+    np.testing.assert_array_equal(indices, [2, 0])
 
 
 @pytest.mark.parametrize(
@@ -77,3 +98,13 @@ def test_under_vmap():
 def test_bad_arguments(args, message):
     with pytest.raises(ValueError, match=message):
         topk(*args)
+
+
+def test_bad_blocks():
+    with pytest.raises(ValueError, match="block must be at least 1, got 0"):
+        topk_blocks(jnp.zeros(5), 2, 0)
+
+
+def test_unknown_order():
+    with pytest.raises(ValueError, match="order must be one of score, index, got 'value'"):
+        topk(jnp.zeros(5), 2, order="value")

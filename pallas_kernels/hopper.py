@@ -1,0 +1,26 @@
+"""Whether kernels for Hopper GPUs can run here."""
+
+from __future__ import annotations
+
+import jax
+
+from pallas_kernels.chunking import devices
+
+
+def require(op: str) -> None:
+    """Declines unless the default device is a Hopper GPU, and the computation its alone.
+
+    Args:
+        op: named in the reason.
+
+    Raises:
+        NotImplementedError: another device; or the present mesh spreads arrays over several, over
+            which XLA does not partition kernels (call the op inside `jax.shard_map`).
+    """
+    if jax.default_backend() != "gpu":
+        raise NotImplementedError(f"{op}: needs a GPU, the backend is {jax.default_backend()}")
+    capability = jax.devices()[0].compute_capability
+    if capability != "9.0":
+        raise NotImplementedError(f"{op}: needs compute capability 9.0, not {capability}")
+    if devices() > 1:
+        raise NotImplementedError(f"{op}: under a mesh of {devices()} devices needs jax.shard_map")
