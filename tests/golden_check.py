@@ -42,8 +42,9 @@ from v41flash.text.engram_hash import EngramHasher
 TOLERANCE = {"logits": (1e-4, 0.0), "default": (2e-4, 1e-4)}
 
 
-# Runs of a `*_storage.npz` that are not of the text model in float32.
-_ELSEWHERE = ("official_bf16.", "spec.")
+# Of a `*_storage.npz`: the published engine's own run; what of it is compared, see
+# `golden_storage`.
+_ENGINE = "official_bf16."
 
 
 class Family(NamedTuple):
@@ -334,32 +335,37 @@ def check_storage(recorded: Recorded, run: pathlib.Path) -> Iterator[Family]:
         raise ValueError(f"{run}: belongs to a folder in the published storage")
     checked = golden_storage.check_weights(published, recorded.folder / "dequant_check.json")
     yield Family("weights", *checked)
-    for part, value in {
+    kept, logits = recorded.run(False, tokens)
+    plain = functools.partial(computed, recorded, kept, logits, tokens)
+    rounded = functools.partial(computed, recorded, *recorded.run(True, tokens), tokens)
+
+    def streams(layer: int) -> np.ndarray:
+        return plain(f"L{layer:02d}.x_in")
+
+    parts = {
         "dequantised.": published.values,
-        "fp32_noquant.": _run_values(recorded, False, tokens),
-        "fp32_fakequant.": _run_values(recorded, True, tokens),
-    }.items():
+        "fp32_noquant.": plain,
+        "fp32_fakequant.": rounded,
+        "spec.fp32_noquant.": golden_storage.draft_values(published, tokens, streams),
+    }
+    for part, value in parts.items():
         for family in check_arrays(run, _taken(arrays, part), value):
             yield family._replace(name=part + family.name)
     if "mm.tokens" in arrays:
         for family in check_multimodal(recorded, run, _taken(arrays, "mm.")):
             yield family._replace(name="mm." + family.name)
+    engine = _taken(arrays, _ENGINE)
+    for result in golden_storage.check_engine(published, engine, len(tokens)):
+        family = Family(*result)
+        yield family._replace(name=_ENGINE + family.name)
     for key in arrays:
-        if not key.startswith(_ELSEWHERE):
-            raise ValueError(f"{run}: holds {key!r}, which this check does not know")
+        raise ValueError(f"{run}: holds {key!r}, which this check does not know")
 
 
 def _taken(arrays: dict[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
     """The arrays whose keys begin with `prefix`, without it; they leave `arrays`."""
     keys = [key for key in arrays if key.startswith(prefix)]
     return {key.removeprefix(prefix): arrays.pop(key) for key in keys}
-
-
-def _run_values(
-    recorded: Recorded, fake_quantize: bool, tokens: np.ndarray
-) -> Callable[[str], np.ndarray]:
-    kept, logits = recorded.run(fake_quantize, tokens)
-    return lambda key: computed(recorded, kept, logits, tokens, key)
 
 
 def check_multimodal(

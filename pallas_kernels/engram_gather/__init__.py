@@ -25,7 +25,8 @@ def engram_gather(
     that no token names. The sum is in the table's dtype.
 
     Args:
-        table: float[N, c].
+        table: float[N, c], or packed rows uint8[N, row bytes] in the format "fp8" of
+            `pallas_kernels.fp4`; those have no gradient, and are float32 where dtype is None.
         rows: int32[..., R], row numbers in 0..N-1. They must be in range, except that -1 stands for
             "no row"; such entries, and any other out of range, read as 0 and give no gradient.
         dtype: of the result; the table's where None.
@@ -35,6 +36,6 @@ def engram_gather(
         dtype[..., R*c], the R rows one after the other.
 
     Raises:
-        ValueError: the table is not a float matrix, or rows are not integers.
+        ValueError: the table is not a matrix of floats or bytes, or rows are not integers.
     """
     return dispatch("engram_gather", IMPLEMENTATIONS, implementation, table, rows, dtype)

@@ -20,11 +20,13 @@ from pallas_kernels.fp4 import reference
 from pallas_kernels.fp4.reference import FORMATS, Format, row_bytes
 
 __all__ = [
+    "DECODE_IMPLEMENTATIONS",
     "FAKE_QUANTIZE_IMPLEMENTATIONS",
     "FORMATS",
     "PACK_IMPLEMENTATIONS",
     "UNPACK_IMPLEMENTATIONS",
     "Format",
+    "decode",
     "fake_quantize",
     "pack",
     "row_bytes",
@@ -34,6 +36,7 @@ __all__ = [
 FAKE_QUANTIZE_IMPLEMENTATIONS = {"xla": reference.fake_quantize}
 PACK_IMPLEMENTATIONS = {"xla": reference.pack}
 UNPACK_IMPLEMENTATIONS = {"xla": reference.unpack}
+DECODE_IMPLEMENTATIONS = {"xla": reference.decode}
 
 
 def fake_quantize(x: jax.Array, fmt: str, *, implementation: Implementation = None) -> jax.Array:
@@ -104,3 +107,31 @@ def unpack(
         ValueError: unknown format, rows not uint8, or a row length that no D gives.
     """
     return dispatch("fp4.unpack", UNPACK_IMPLEMENTATIONS, implementation, rows, fmt, dtype)
+
+
+def decode(
+    elements: jax.Array,
+    scales: jax.Array,
+    fmt: str,
+    dtype: jax.typing.DTypeLike = jnp.float32,
+    *,
+    implementation: Implementation = None,
+) -> jax.Array:
+    """Dequantises elements whose scales lie apart from them, as in published weights.
+
+    Args:
+        elements: uint8[..., D * bits / 8].
+        scales: uint8[..., D / block].
+        fmt: "fp4", "mxfp4" or "fp8".
+        dtype: of the result; the product of element and scale is exact in fp32 and bfloat16.
+        implementation: see `pallas_kernels.dispatch`.
+
+    Returns:
+        dtype[..., D].
+
+    Raises:
+        ValueError: unknown format, not uint8, or shapes that do not fit each other.
+    """
+    return dispatch(
+        "fp4.decode", DECODE_IMPLEMENTATIONS, implementation, elements, scales, fmt, dtype
+    )

@@ -198,6 +198,36 @@ def pack(x: jax.Array, fmt: str) -> jax.Array:
     return jnp.concatenate([code, byte[..., 0]], axis=-1).astype(jnp.uint8)
 
 
+def decode(
+    elements: jax.Array,
+    scales: jax.Array,
+    fmt: str,
+    dtype: jax.typing.DTypeLike = jnp.float32,
+) -> jax.Array:
+    """XLA definition of `fp4.decode`."""
+    spec = format_of(fmt)
+    channels = elements.shape[-1] * 8 // spec.element_bits
+    shape = (*elements.shape[:-1], channels // spec.block)
+    if elements.dtype != jnp.uint8 or scales.dtype != jnp.uint8:
+        raise ValueError(f"{fmt}: packed values are uint8, not {elements.dtype}, {scales.dtype}")
+    if channels % spec.block or scales.shape != shape:
+        raise ValueError(
+            f"{fmt}: elements {elements.shape} and scales {scales.shape}: must be a scale for"
+            f" every {spec.block} channels"
+        )
+    code = elements.astype(jnp.int32)
+    if spec.element_bits == 4:
+        code = jnp.stack([code & 15, code >> 4], axis=-1)
+    code = code.reshape(*shape, spec.block)
+    scale = _decode_scale(scales.astype(jnp.int32), spec)[..., None]
+    if spec.element_bits == 4:
+        magnitude, negative = _e2m1_value(code & 7), code >> 3
+    else:
+        magnitude, negative = _decode_e4m3(code & 0x7F), code >> 7
+    value = _float(_bits(magnitude * scale) | (negative << 31))
+    return value.reshape(*shape[:-1], channels).astype(dtype)
+
+
 def unpack(rows: jax.Array, fmt: str, dtype: jax.typing.DTypeLike = jnp.float32) -> jax.Array:
     """XLA definition of `fp4.unpack`."""
     spec = format_of(fmt)
@@ -206,17 +236,5 @@ def unpack(rows: jax.Array, fmt: str, dtype: jax.typing.DTypeLike = jnp.float32)
     unit = spec.block * spec.element_bits // 8 + 1
     if not rows.shape[-1] or rows.shape[-1] % unit:
         raise ValueError(f"{fmt}: a row of {rows.shape[-1]} bytes; must be a multiple of {unit}")
-    blocks = rows.shape[-1] // unit
-    channels = blocks * spec.block
-    split = channels * spec.element_bits // 8
-    code = rows[..., :split].astype(jnp.int32)
-    if spec.element_bits == 4:
-        code = jnp.stack([code & 15, code >> 4], axis=-1)
-    code = code.reshape(*rows.shape[:-1], blocks, spec.block)
-    scale = _decode_scale(rows[..., split:].astype(jnp.int32), spec)[..., None]
-    if spec.element_bits == 4:
-        magnitude, negative = _e2m1_value(code & 7), code >> 3
-    else:
-        magnitude, negative = _decode_e4m3(code & 0x7F), code >> 7
-    value = _float(_bits(magnitude * scale) | (negative << 31))
-    return value.reshape(*rows.shape[:-1], channels).astype(dtype)
+    split = rows.shape[-1] // unit * (unit - 1)
+    return decode(rows[..., :split], rows[..., split:], fmt, dtype)

@@ -16,6 +16,7 @@ def grouped_matmul(
     x: jax.Array,
     w: jax.Array,
     group_sizes: jax.Array,
+    scales: jax.Array | None = None,
     *,
     implementation: Implementation = None,
 ) -> jax.Array:
@@ -30,6 +31,9 @@ def grouped_matmul(
         x: float[M, K], rows sorted by expert.
         w: [E, K, N], of the same dtype or fp32 (then rounded to the dtype of x for the product).
         group_sizes: int32[E], not negative, of sum at most M (not checked: they are traced values).
+        scales: of packed weights: then w is uint8[E, N, K/2] in the format "mxfp4" of
+            `pallas_kernels.fp4` along K, and scales uint8[E, N, K/32]. An expert is dequantised, to
+            the dtype of x, when its rows are multiplied; there is no gradient for it.
         implementation: see `pallas_kernels.dispatch`.
 
     Returns:
@@ -38,4 +42,5 @@ def grouped_matmul(
     Raises:
         ValueError: shapes or dtypes that do not fit each other.
     """
-    return dispatch("grouped_matmul", IMPLEMENTATIONS, implementation, x, w, group_sizes)
+    packed = () if scales is None else (scales,)
+    return dispatch("grouped_matmul", IMPLEMENTATIONS, implementation, x, w, group_sizes, *packed)

@@ -17,6 +17,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import fp4
+
+_PACKED_FORMAT = "mxfp4"
+
 
 class _Blocks(NamedTuple):
     expert_P: jax.Array
@@ -117,20 +121,43 @@ def _backward(residuals: tuple, grad: jax.Array) -> tuple[jax.Array, jax.Array, 
 _grouped_matmul.defvjp(_forward, _backward)
 
 
-def grouped_matmul(x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
+def _packed(x: jax.Array, w: jax.Array, group_sizes: jax.Array, scales: jax.Array) -> jax.Array:
+    plan = _plan(group_sizes, x.shape[0], block_rows(x.shape[0], w.shape[0]))
+
+    def multiply(_: None, block: tuple[jax.Array, jax.Array]) -> tuple[None, jax.Array]:
+        expert, x_RxK = block
+        w_NxK = fp4.decode(w[expert], scales[expert], _PACKED_FORMAT, x.dtype)
+        return None, _dot(x_RxK, w_NxK, (1, 1)).astype(x.dtype)
+
+    _, y_PxRxN = lax.scan(multiply, None, (plan.expert_P, _take(x, plan.row_PxR)))
+    return _take(y_PxRxN.reshape(-1, w.shape[1]), plan.slot_M)
+
+
+def grouped_matmul(
+    x: jax.Array, w: jax.Array, group_sizes: jax.Array, scales: jax.Array | None = None
+) -> jax.Array:
     """XLA definition of `grouped_matmul.grouped_matmul`."""
     x, w, group_sizes = jnp.asarray(x), jnp.asarray(w), jnp.asarray(group_sizes)
-    if x.ndim != 2 or w.ndim != 3 or x.shape[1] != w.shape[1]:
+    if scales is not None:
+        wanted = (*w.shape[:2], x.shape[-1] // 32)
+        if x.ndim != 2 or w.ndim != 3 or x.shape[1] != 2 * w.shape[2] or scales.shape != wanted:
+            raise ValueError(
+                f"grouped_matmul: x {x.shape}, packed w {w.shape}, scales {scales.shape}; must be"
+                " [M,K], [E,N,K/2] and [E,N,K/32]"
+            )
+    elif x.ndim != 2 or w.ndim != 3 or x.shape[1] != w.shape[1]:
         raise ValueError(f"grouped_matmul: x {x.shape} and w {w.shape}; must be [M,K] and [E,K,N]")
     if group_sizes.shape != w.shape[:1] or not jnp.issubdtype(group_sizes.dtype, jnp.integer):
         raise ValueError(
             f"grouped_matmul: group_sizes is {group_sizes.dtype}{list(group_sizes.shape)}; "
             f"must be int32[{w.shape[0]}], one a weight"
         )
-    if w.dtype not in (x.dtype, jnp.float32):
+    if scales is None and w.dtype not in (x.dtype, jnp.float32):
         raise ValueError(
             f"grouped_matmul: x is {x.dtype}, w is {w.dtype}; must be the same, or w float32"
         )
     if not x.shape[0]:
-        return jnp.zeros((0, w.shape[2]), x.dtype)
+        return jnp.zeros((0, w.shape[2 if scales is None else 1]), x.dtype)
+    if scales is not None:
+        return _packed(x, w, group_sizes, jnp.asarray(scales))
     return _grouped_matmul(x, w, group_sizes)

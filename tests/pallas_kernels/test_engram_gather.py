@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import fp4
 from pallas_kernels.engram_gather import IMPLEMENTATIONS, engram_gather
 from pallas_kernels.engram_gather.cases import CASES, arguments
 
@@ -66,7 +67,7 @@ def test_vmap_over_batch():
     ("table", "rows", "message"),
     [
         (np.ones(3, np.float32), np.zeros((2, 2), np.int32), r"table is float32\[3\]"),
-        (np.ones((3, 2), np.uint8), np.zeros((2, 2), np.int32), r"table is uint8\[3, 2\]"),
+        (np.ones((3, 2), np.int32), np.zeros((2, 2), np.int32), r"table is int32\[3, 2\]"),
         (np.ones((3, 2), np.float32), np.zeros((2, 2), np.float32), r"rows is float32\[2, 2\]"),
         (np.ones((3, 2), np.float32), np.int32(1), r"rows is int32\[\]"),
     ],
@@ -74,3 +75,14 @@ def test_vmap_over_batch():
 def test_arguments_that_do_not_fit(table, rows, message):
     with pytest.raises(ValueError, match=message):
         engram_gather(table, rows)
+
+
+@pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
+def test_packed_rows_are_those_that_they_stand_for(dtype):
+    rng = np.random.default_rng(0)
+    packed = fp4.pack(jnp.asarray(rng.normal(size=(11, 64)), jnp.float32), "fp8")
+    rows = jnp.array([[[3, -1], [10, 3], [0, 11]]], jnp.int32)
+    ours = jax.jit(engram_gather, static_argnums=2)(packed, rows, dtype)
+    expected = engram_gather(fp4.unpack(packed, "fp8"), rows, dtype)
+    assert ours.dtype == (dtype or jnp.float32)
+    np.testing.assert_array_equal(ours, expected)

@@ -218,3 +218,17 @@ def test_bad_format_and_rows():
         fp4.unpack(np.zeros((2, 10), np.uint8), "fp4")
     with pytest.raises(ValueError, match="uint8, not int32"):
         fp4.unpack(np.zeros((2, 9), np.int32), "fp4")
+
+
+@pytest.mark.parametrize("fmt", RECORDED)
+def test_decode_takes_scales_that_lie_apart(fmt):
+    rows = jnp.asarray(np.random.default_rng(0).integers(0, 256, (3, 5, fp4.row_bytes(fmt, 96))))
+    rows = rows.astype(jnp.uint8)
+    split = 96 * fp4.FORMATS[fmt].element_bits // 8
+    decode = jax.jit(fp4.decode, static_argnums=2)
+    decoded = decode(rows[..., :split], rows[..., split:], fmt)
+    np.testing.assert_array_equal(decoded, jitted["unpack"](rows, fmt=fmt))
+    with pytest.raises(ValueError, match="a scale for every"):
+        fp4.decode(rows[..., :split], rows[..., split + 1 :], fmt)
+    with pytest.raises(ValueError, match="uint8"):
+        fp4.decode(rows[..., :split].astype(jnp.int8), rows[..., split:], fmt)

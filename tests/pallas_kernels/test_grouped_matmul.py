@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import fp4
 from pallas_kernels.grouped_matmul import IMPLEMENTATIONS, grouped_matmul
 from pallas_kernels.grouped_matmul.cases import CASES, Case, arguments
 from pallas_kernels.grouped_matmul.reference import block_rows
@@ -130,3 +131,27 @@ def test_arguments_that_do_not_fit(change, message):
     x, w, sizes = arguments(CASES["unequal"])
     with pytest.raises(ValueError, match=message):
         grouped_matmul(**({"x": x, "w": w, "group_sizes": sizes} | change))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_packed_weights_are_those_that_they_stand_for(dtype):
+    rng = np.random.default_rng(0)
+    experts, out, inner, sizes = 5, 24, 64, np.array([3, 0, 20, 7, 1], np.int32)
+    rows = fp4.pack(jnp.asarray(rng.normal(size=(experts, out, inner)), jnp.float32), "mxfp4")
+    x = jnp.asarray(rng.normal(size=(35, inner)), dtype)
+    elements, scales = rows[..., : inner // 2], rows[..., inner // 2 :]
+    ours = jax.jit(grouped_matmul)(x, elements, sizes, scales)
+    dense = fp4.unpack(rows, "mxfp4", dtype).swapaxes(1, 2)
+    expected = jax.jit(grouped_matmul)(x, dense, sizes).astype(jnp.float32)
+    tolerance = 1e-5 if dtype == jnp.float32 else BF16_TOLERANCE
+    np.testing.assert_allclose(ours.astype(jnp.float32), expected, tolerance, 10 * tolerance)
+    assert not np.asarray(ours[31:]).any()
+    assert grouped_matmul(x[:0], elements, 0 * sizes, scales).shape == (0, out)
+
+
+def test_packed_weights_that_do_not_fit():
+    x, sizes = jnp.ones((4, 64)), jnp.array([4], jnp.int32)
+    w, scales = jnp.zeros((1, 8, 32), jnp.uint8), jnp.zeros((1, 8, 2), jnp.uint8)
+    for wrong in ((x[:, :32], w, scales), (x, w, scales[..., :1]), (x, w[:, :4], scales)):
+        with pytest.raises(ValueError, match="packed w"):
+            grouped_matmul(wrong[0], wrong[1], sizes, wrong[2])

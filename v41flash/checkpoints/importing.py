@@ -66,7 +66,8 @@ def to_devices(published: Published, abstract: Any, form: str, tree: str = MODEL
     Args:
         published: what to read.
         abstract: a tree of `jax.ShapeDtypeStruct` with shardings, such as
-            `train.step.abstract_params` makes of the model; its dtypes count.
+            `train.step.abstract_params` makes of the model; its dtypes count. What the folder has
+            beyond them is not read.
         form: of the weights, one of `FORMS`.
         tree: `names.MODEL` or `names.DRAFT`.
 
@@ -74,13 +75,12 @@ def to_devices(published: Published, abstract: Any, form: str, tree: str = MODEL
         A tree like `abstract`.
 
     Raises:
-        InputError: the trees differ.
+        InputError: a parameter is not in the folder, or has another shape there.
     """
     found = {leaf.path[1:]: leaf for leaf in leaves(published, form) if leaf.path[0] == tree}
     wanted = dict(_flat(abstract))
-    for path in wanted.keys() ^ found.keys():
-        where = "the checkpoint" if path in wanted else "the model"
-        raise InputError(f"{published.folder}: {where} has no parameter {'/'.join(path)}")
+    for path in wanted.keys() - found.keys():
+        raise InputError(f"{published.folder}: there is no parameter {'/'.join(path)}")
     params: dict[str, Any] = {}
     for path, like in wanted.items():
         if found[path].shape != like.shape:

@@ -13,6 +13,7 @@ selected ones, enters one softmax with a per-head sink in the denominator.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -23,10 +24,10 @@ from jax.ad_checkpoint import checkpoint_name
 from pallas_kernels import indexer as indexer_op
 from pallas_kernels import sparse_attention as attention_op
 from pallas_kernels.rms_norm import rms_norm
-from v41flash import quant
+from v41flash import layout, quant
 from v41flash.config import LayerSpec, ModelConfig
 from v41flash.kernels import Kernels
-from v41flash.nn import rope
+from v41flash.nn import linear, rope
 from v41flash.nn.compressor import Compressor
 from v41flash.nn.context import Context
 from v41flash.nn.index_loss import Lesson, teach
@@ -101,22 +102,23 @@ class CSA2(nn.Module):
             cfg.head_dim,
         )
         groups, o_rank = cfg.o_groups, cfg.o_lora_rank
-        normal = nn.initializers.truncated_normal(cfg.initializer_range)
         ones, zeros = nn.initializers.ones, nn.initializers.zeros
+        weight = functools.partial(linear.weight, self)
 
         def param(name: str, init: Any, shape: tuple[int, ...], *axes: str | None) -> jax.Array:
             return self.param(name, partitioned(init, axes), shape, jnp.float32)
 
-        self.wq_a = param("wq_a", normal, (d, rank), "embed", None)
+        self.wq_a = weight("wq_a", layout.linear(rank, d), "embed", None)
         self.q_norm = param("q_norm", ones, (rank,), None)
-        self.wq_b = param("wq_b", normal, (rank, heads, dim), None, "heads", None)
-        self.wkv = param("wkv", normal, (d, dim), "embed", None)
+        self.wq_b = weight("wq_b", layout.heads(heads, dim, rank), None, "heads", None)
+        self.wkv = weight("wkv", layout.linear(dim, d), "embed", None)
         self.kv_norm = param("kv_norm", ones, (dim,), None)
         self.sink = param("sink", zeros, (heads,), "heads")
-        self.wo_a = param(
-            "wo_a", normal, (groups, heads // groups * dim, o_rank), "o_groups", None, None
-        )
-        self.wo_b = param("wo_b", normal, (groups, o_rank, d), "o_groups", None, "embed")
+        inputs = layout.groups_in(groups, o_rank, heads // groups * dim)
+        # The published engine multiplies this one in bfloat16.
+        self.wo_a = weight("wo_a", inputs, "o_groups", None, None, storage="unrounded")
+        outputs = layout.groups_out(groups, o_rank, d)
+        self.wo_b = weight("wo_b", outputs, "o_groups", None, "embed")
         if spec.mode == "full":
             self.compressor = Compressor(cfg, spec.ratio)
         if spec.mode in ("full", "reindex"):

@@ -10,9 +10,11 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import engram_gather
+from pallas_kernels import engram_gather, fp4
+from v41flash import layout
 from v41flash.config import ModelConfig
 from v41flash.kernels import Kernels
+from v41flash.nn import linear
 from v41flash.nn.context import Context
 from v41flash.nn.linear import contract
 from v41flash.sharding import partitioned
@@ -44,22 +46,18 @@ class Engram(nn.Module):
         """
         cfg = self.config
         n, d, width = cfg.hc_mult, cfg.hidden_size, cfg.engram_head_dim
-        normal = nn.initializers.truncated_normal(cfg.initializer_range)
         ones = partitioned(nn.initializers.ones, (None, None))
         f32 = jnp.float32
-        table_shape = (cfg.engram_num_embeddings[self.site], width)
-        table = self.param("table", partitioned(normal, ("table_rows", None)), table_shape, f32)
+        table = self._table()
         gathered = cfg.engram_rows_per_token * width
-        wkv = self.param(
-            "wkv", partitioned(normal, (None, None, "embed")), (gathered, n + 1, d), f32
-        )
+        wkv = linear.weight(self, "wkv", layout.heads(n + 1, d, gathered), None, None, "embed")
         q_weight = self.param("q_weight", ones, (n, d), f32)
         k_weight = self.param("k_weight", ones, (n, d), f32)
 
         rows = context.engram_rows[:, :, self.site]
         memory = engram_gather.engram_gather(
-            table, rows, implementation=self.kernels.engram_gather
-        ).astype(streams_BxTxnxd.dtype)
+            table, rows, streams_BxTxnxd.dtype, implementation=self.kernels.engram_gather
+        )
         projected = contract("btm,mnd->btnd", memory, wkv)
         key = projected[:, :, :n].astype(f32)
         value = projected[:, :, n:].astype(f32)
@@ -73,6 +71,16 @@ class Engram(nn.Module):
         self.sow("intermediates", "gate", gate)
         self.sow("intermediates", "x_before", streams_BxTxnxd)
         return (x + gate[..., None] * value).astype(streams_BxTxnxd.dtype)
+
+    def _table(self) -> jax.Array:
+        """float32 [N, c], or packed rows uint8 [N, bytes] as the published engine holds them."""
+        cfg, axes = self.config, ("table_rows", None)
+        rows, width = cfg.engram_num_embeddings[self.site], cfg.engram_head_dim
+        if cfg.weight_form == "packed":
+            zeros, shape = nn.initializers.zeros, (rows, fp4.row_bytes("fp8", width))
+            return self.param("table", partitioned(zeros, axes), shape, jnp.uint8)
+        normal = nn.initializers.truncated_normal(cfg.initializer_range)
+        return self.param("table", partitioned(normal, axes), (rows, width), jnp.float32)
 
 
 def _signed_sqrt(score: jax.Array) -> jax.Array:

@@ -16,11 +16,11 @@ from jax.ad_checkpoint import checkpoint_name
 from pallas_kernels import indexer as indexer_op
 from pallas_kernels.chunking import chunk_size, map_queries
 from pallas_kernels.rms_norm import rms_norm
-from v41flash import quant
+from v41flash import layout, quant
 from v41flash.cache import PagedRows
 from v41flash.config import ModelConfig
 from v41flash.kernels import Kernels
-from v41flash.nn import rope
+from v41flash.nn import linear, rope
 from v41flash.nn.context import Ranges
 from v41flash.nn.linear import contract
 from v41flash.sharding import partitioned
@@ -49,7 +49,8 @@ class Indexer(nn.Module):
         def weight(name: str, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> jax.Array:
             return self.param(name, partitioned(init, axes), shape, jnp.float32)
 
-        self.wq_b = weight("wq_b", (cfg.q_lora_rank, heads, dim), (None, "index_heads", None))
+        queries = layout.heads(heads, dim, cfg.q_lora_rank)
+        self.wq_b = linear.weight(self, "wq_b", queries, None, "index_heads", None)
         self.weights_proj = weight("weights_proj", (cfg.hidden_size, heads), ("embed", None))
         if self.owns_keys:
             self.wk = weight("wk", (cfg.head_dim, dim), (None, None))

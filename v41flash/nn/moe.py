@@ -10,6 +10,7 @@ compiler gathers all rows, and every device multiplies all of them by the expert
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -17,8 +18,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import grouped_matmul
+from v41flash import layout
 from v41flash.config import ModelConfig
 from v41flash.kernels import Kernels
+from v41flash.nn import linear
 from v41flash.nn.context import Context
 from v41flash.nn.linear import contract
 from v41flash.sharding import partitioned
@@ -114,16 +117,15 @@ class MoE(nn.Module):
         cfg = self.config
         experts, d, hidden = cfg.n_routed_experts, cfg.hidden_size, cfg.moe_intermediate_size
         shared = cfg.n_shared_experts * hidden
-        normal = nn.initializers.truncated_normal(cfg.initializer_range)
-
-        def param(name: str, shape: tuple[int, ...], *axes: str | None) -> jax.Array:
-            return self.param(name, partitioned(normal, axes), shape, jnp.float32)
-
+        weight, of_experts = functools.partial(linear.weight, self), {"storage": "expert"}
         # w1 (gate) and w3 (input) of an expert lie side by side: one matrix product serves both.
-        w13 = param("w13", (experts, d, 2, hidden), "experts", "embed", None, "expert_hidden")
-        w2 = param("w2", (experts, hidden, d), "experts", "expert_hidden", "embed")
-        shared_w13 = param("shared_w13", (d, 2, shared), "embed", None, "expert_hidden")
-        shared_w2 = param("shared_w2", (shared, d), "expert_hidden", "embed")
+        axes = ("embed", None, "expert_hidden")
+        pairs = layout.expert_pairs(experts, hidden, d)
+        w13 = weight("w13", pairs, "experts", *axes, **of_experts)
+        down = layout.experts(experts, d, hidden)
+        w2 = weight("w2", down, "experts", "expert_hidden", "embed", **of_experts)
+        shared_w13 = weight("shared_w13", layout.pair(shared, d), *axes)
+        shared_w2 = weight("shared_w2", layout.linear(d, shared), "expert_hidden", "embed")
 
         routing = Router(cfg, name="router")(x_BxTxd, context)
         x = x_BxTxd.reshape(-1, d)
@@ -131,21 +133,41 @@ class MoE(nn.Module):
         order = jnp.argsort(routing.experts.reshape(-1), stable=True)
         token = order // k
         sizes = jnp.bincount(routing.experts.reshape(-1), length=experts).astype(jnp.int32)
-        up = self._grouped(x[token], w13.reshape(experts, d, 2 * hidden), sizes)
+        up = self._grouped(x, token, w13, sizes)
         weight = routing.weights.reshape(-1)[order]
-        routed = self._grouped(self._swiglu(up, weight), w2, sizes)
+        routed = self._grouped(self._swiglu(up, weight), None, w2, sizes)
         # Row r of the sorted order belongs to assignment order[r]; undo it by a gather.
         place = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=order.dtype))
         routed = routed[place].reshape(count, k, d).astype(jnp.float32).sum(axis=1)
 
-        up = contract("nd,df->nf", x, shared_w13.reshape(d, 2 * shared))
+        up = contract("nd,djf->njf", x, shared_w13).reshape(count, 2 * shared)
         own = contract("nf,fd->nd", self._swiglu(up, None), shared_w2)
         out = (own.astype(jnp.float32) + routed).astype(x.dtype)
         return out.reshape(x_BxTxd.shape), routing.balance_loss
 
-    def _grouped(self, x: jax.Array, weight: jax.Array, sizes: jax.Array) -> jax.Array:
+    def _grouped(
+        self,
+        x: jax.Array,
+        rows: jax.Array | None,
+        weight: jax.Array | linear.Packed,
+        sizes: jax.Array,
+    ) -> jax.Array:
+        """Rows of x (all, where None), sorted by expert, times their expert's weight."""
+        scales = None
+        if isinstance(weight, linear.Packed):
+            x = weight.round_input(x)
+            weight, scales = (
+                part.reshape(part.shape[0], -1, part.shape[-1])
+                for part in (weight.elements, weight.scales)
+            )
+        else:
+            weight = weight.reshape(*weight.shape[:2], -1)
         return grouped_matmul.grouped_matmul(
-            x, weight, sizes, implementation=self.kernels.grouped_matmul
+            x if rows is None else x[rows],
+            weight,
+            sizes,
+            scales,
+            implementation=self.kernels.grouped_matmul,
         )
 
     def _swiglu(self, up: jax.Array, weight: jax.Array | None) -> jax.Array:
