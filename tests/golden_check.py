@@ -339,14 +339,12 @@ def check_storage(recorded: Recorded, run: pathlib.Path) -> Iterator[Family]:
     plain = functools.partial(computed, recorded, kept, logits, tokens)
     rounded = functools.partial(computed, recorded, *recorded.run(True, tokens), tokens)
 
-    def streams(layer: int) -> np.ndarray:
-        return plain(f"L{layer:02d}.x_in")
-
+    hidden = golden_storage.draft_hidden(published, lambda layer: plain(f"L{layer:02d}.x_in"))
     parts = {
         "dequantised.": published.values,
         "fp32_noquant.": plain,
         "fp32_fakequant.": rounded,
-        "spec.fp32_noquant.": golden_storage.draft_values(published, tokens, streams),
+        "spec.fp32_noquant.": golden_storage.draft_values(published, tokens, hidden),
     }
     for part, value in parts.items():
         for family in check_arrays(run, _taken(arrays, part), value):

@@ -87,15 +87,21 @@ def packed_params(published: Published, tree: str = names.MODEL) -> dict[str, An
 # -- The draft head -------------------------------------------------------------------------------
 
 
+def draft_hidden(published: Published, streams: Callable[[int], np.ndarray]) -> np.ndarray:
+    """What the head sees of a run whose layers have these streams [T, n, d] before attention."""
+    layers = published.config.dspark_target_layer_ids
+    return np.asarray(target_hidden([jnp.asarray(streams(layer))[None] for layer in layers])[0])
+
+
 def draft_values(
-    published: Published, tokens: np.ndarray, streams: Callable[[int], np.ndarray]
+    published: Published, tokens: np.ndarray, hidden: np.ndarray
 ) -> Callable[[str], np.ndarray]:
     """Our value of a `spec.*` array; KeyError where there is none.
 
     Args:
         published: the folder.
         tokens: of the recorded run.
-        streams: layer -> its streams before attention, [T, n, d], in the float32 run.
+        hidden: of `draft_hidden`, in float32.
     """
     config = dataclasses.replace(published.config, dtype="float32", **NO_ROUNDING)
     model = DSpark(config)
@@ -104,8 +110,11 @@ def draft_values(
         return published.values(name).astype(np.float32)
 
     params = {"params": names.to_params(config, read, names.DRAFT)}
-    hidden = target_hidden([jnp.asarray(streams(i))[None] for i in config.dspark_target_layer_ids])
-    rows = model.apply(params, hidden, jnp.arange(len(tokens))[None], method="context_rows")
+    positions = jnp.arange(len(tokens))[None]
+    rows = jax.jit(
+        lambda hidden: model.apply(params, hidden, positions, method="context_rows"),
+        compiler_options=QUICK_COMPILE,
+    )(hidden[None])
     embed, head = read("embed.weight"), read("head.weight").T
 
     @functools.partial(jax.jit, compiler_options=QUICK_COMPILE)
@@ -125,7 +134,7 @@ def draft_values(
 
     def value(key: str) -> np.ndarray:
         if key == "main_hidden":
-            return np.asarray(hidden[0])
+            return hidden
         place, _, name = key.partition(".")
         made = draft(int(place[1:]))
         if name == "draft_ids":

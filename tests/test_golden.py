@@ -160,6 +160,7 @@ def test_a_missing_folder_is_one_line(tmp_path, capsys):
     assert len(err.splitlines()) == 1 and "nothing" in err
 
 
+@pytest.mark.slow
 def test_the_published_storage_is_reproduced():
     seen = set()
     for _, family in golden_check.check_folder(GOLDEN / "storage_i"):

@@ -9,7 +9,7 @@ import numpy as np
 
 from pallas_kernels.packed_rows import document_starts
 from v41flash import presets
-from v41flash.checkpoints import names
+from v41flash.checkpoints import inventory, names
 from v41flash.config import ModelConfig, VisionConfig
 from v41flash.nn import ced
 from v41flash.text.engram_hash import EngramHasher
@@ -90,7 +90,7 @@ def two_layers(**overrides) -> ModelConfig:
 
 
 def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Published tensor name -> [out, in] shape of every tensor of the text model."""
+    """Published tensor name -> [out, in] shape of every tensor but the draft head's."""
     c, d = config, config.hidden_size
     wide, index_wide = c.num_attention_heads * c.head_dim, c.index_n_heads * c.index_head_dim
     n, hidden = c.hc_mult, c.moe_intermediate_size
@@ -140,6 +140,9 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             shapes[f"{layer}hc_{part}_scale"] = (3,)
         if spec.engram is not None:
             shapes |= {f"{layer}engram.{name}": (n, d) for name in ("q_weight", "k_weight")}
+    if c.vision is not None:
+        images = inventory.vision_weights(c.vision, d)
+        shapes |= {weight.name: weight.shape for weight in images}
     return shapes
 
 
