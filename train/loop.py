@@ -27,6 +27,7 @@ from train.data.stream import TrainIterator
 from train.ledger import Dispatched, Ledger, TrainingDiverged
 from train.plan import Plan
 from train.settings import SettingsError, check_resume, to_json
+from v41flash.checkpoints import workdirs
 from v41flash.checkpoints.orbax import Checkpoints
 
 
@@ -165,7 +166,11 @@ class _Run:
             f"{plan.data[index].describe()}"
         )
         recent = ()
-        if plan.saved is None:
+        if plan.saved is None and self.train.init_from:
+            self.reporter.line(f"starting with the parameters of {self.train.init_from}")
+            params = workdirs.start(Path(self.train.init_from), abstract.params)
+            self.state = step_lib.state_of(params, plan.optimizer, abstract)
+        elif plan.saved is None:
             self.state = step_lib.init_state(
                 plan.models[0], plan.optimizer, abstract, self.train.seed
             )

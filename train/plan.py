@@ -22,6 +22,7 @@ from train.data import pipeline
 from train.data.stream import check_fingerprint
 from train.settings import Settings, SettingsError
 from v41flash import sharding
+from v41flash.checkpoints import workdirs
 from v41flash.checkpoints.orbax import Checkpoints
 from v41flash.nn import ced
 
@@ -99,6 +100,8 @@ def prepare(stages: tuple[stages_lib.Stage, ...], workdir: Path, saved: Saved | 
         ced.CED(stage.settings.model, stage.settings.kernels, indexer_loss=True) for stage in stages
     )
     abstract = step_lib.abstract_state(models[0], optimizer, mesh)
+    if settings.train.init_from and saved is None:
+        workdirs.check_start(Path(settings.train.init_from), abstract.params)
     for stage, model in zip(stages[1:], models[1:], strict=True):
         if model != models[0]:
             params = step_lib.abstract_params(model, mesh)

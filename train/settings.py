@@ -138,6 +138,8 @@ class TrainSettings:
     """`config.train`."""
 
     seed: int = 0
+    # Run folder (of a run, or of an import) whose newest parameters this run starts with.
+    init_from: str = ""
     steps: int = 1000
     # Microbatches per step; data.batch_size is the whole step's.
     accumulation: int = 1
@@ -341,9 +343,12 @@ def _check_implementation(op: str, requested: Any) -> None:
 
 def _model(values: ConfigDict) -> ModelConfig:
     try:
-        return ModelConfig.from_dict(values.to_dict())
+        model = ModelConfig.from_dict(values.to_dict())
     except ConfigError as error:
         raise SettingsError(f"model.{error}") from error
+    right = "'expanded': packed weights are for serving"
+    _require(model.weight_form == "expanded", "model.weight_form", model.weight_form, right)
+    return model
 
 
 def resolve(config: ConfigDict) -> Settings:

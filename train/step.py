@@ -116,6 +116,25 @@ def init_state(
     return compiled(jax.random.key(seed))
 
 
+def state_of(
+    params: Any, optimizer: optax.GradientTransformation, abstract: TrainState
+) -> TrainState:
+    """A state before the first update with given parameters, which it takes over.
+
+    Args:
+        params: on the shardings of `abstract`.
+        optimizer: the transform.
+        abstract: from `abstract_state`.
+    """
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+    make = jax.jit(
+        lambda params: TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params)),
+        out_shardings=shardings,
+        donate_argnums=0,
+    )
+    return make(params)
+
+
 def to_device(batch: Mapping[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
     """This process's rows of a batch -> global arrays, rows over the mesh's data axes."""
     where = sharding.batch_sharding(mesh)

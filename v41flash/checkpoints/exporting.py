@@ -12,7 +12,7 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -254,21 +254,3 @@ def export(
         folder.rmdir()
     os.replace(partial, folder)
     return config
-
-
-def read_workdir(workdir: Path, step: int | None = None) -> tuple[Mapping[str, Any], Path]:
-    """(config.json, folder of a step's checkpoint) of a run folder; the newest step by default.
-
-    Raises:
-        InputError: no such folder, step or configuration.
-    """
-    path = workdir / CONFIG
-    try:
-        config = json.loads(path.read_text())
-        steps = sorted(int(p.name) for p in (workdir / "checkpoints").iterdir() if p.name.isdigit())
-    except (OSError, ValueError) as error:
-        raise InputError(f"{workdir}: not a run folder: {' '.join(str(error).split())}") from None
-    if not steps or step not in (None, *steps):
-        raise InputError(f"{workdir}: has checkpoints of steps {steps}, not of {step}")
-    chosen = steps[-1] if step is None else step
-    return config, (workdir / "checkpoints" / str(chosen)).absolute()

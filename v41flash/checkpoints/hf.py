@@ -7,7 +7,7 @@
 inspect lists what of a folder is not as its config.json says: missing, unexpected and truncated,
 wrong shapes and dtypes. import writes a run folder of it. export writes a run folder's newest
 checkpoint in the published layout; what the run does not have (the draft head, the scales of
-weights that it started from) comes from the run folder that `--base` names.
+weights that it started from) comes from the run folder `--base`, or the one it was started from.
 
 Weights: `packed` stay FP8 and FP4, for serving, and go back byte for byte; `bfloat16` (exact) and
 `float32` are for training. Exit status: 0 done, 1 the folder has faults, 2 wrong arguments.
@@ -16,11 +16,12 @@ Weights: `packed` stay FP8 and FP4, for serving, and go back byte for byte; `bfl
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from v41flash.checkpoints import exporting, importing, inventory
+from v41flash.checkpoints import exporting, importing, inventory, workdirs
 from v41flash.checkpoints.leaves import FORMS, PACKED
 from v41flash.checkpoints.published import FileError, Published, problems, read_config
 from v41flash.config import ConfigError, ModelConfig
@@ -41,6 +42,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("folder", type=Path)
     command.add_argument("--workdir", type=Path, required=True)
     command.add_argument("--weights", choices=list(FORMS), default=PACKED)
+    command.add_argument("--tokenizer", help="default: the folder's tokenizer.json, or published")
     command = commands.add_parser("export", help="run folder -> published folder")
     command.add_argument("folder", type=Path)
     command.add_argument("--workdir", type=Path, required=True)
@@ -65,7 +67,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
 def _import(arguments: argparse.Namespace) -> int:
     published = Published.open(arguments.folder)
-    importing.to_workdir(published, arguments.workdir, arguments.weights)
+    importing.to_workdir(published, arguments.workdir, arguments.weights, arguments.tokenizer)
     print(f"{arguments.workdir}: checkpoint of step 0, weights {arguments.weights}")
     return 0
 
@@ -73,11 +75,12 @@ def _import(arguments: argparse.Namespace) -> int:
 def _export(arguments: argparse.Namespace) -> int:
     if arguments.shard_bytes < 1:
         raise InputError(f"--shard-bytes={arguments.shard_bytes}: must be at least 1")
-    values, step = exporting.read_workdir(arguments.workdir, arguments.step)
+    values, step = workdirs.read(arguments.workdir, arguments.step)
     config = ModelConfig.from_dict(values["model"])
     steps = [step]
-    if arguments.base is not None:
-        steps.append(exporting.read_workdir(arguments.base)[1])
+    base = arguments.base or values["train"].get("init_from")
+    if base:
+        steps.append(workdirs.read(Path(base))[1])
     written = exporting.export(config, steps, arguments.folder, arguments.shard_bytes)
     left_out = written.num_nextn_predict_layers != config.num_nextn_predict_layers
     note = "; no draft head: the checkpoint has none" if left_out else ""
@@ -89,6 +92,8 @@ def _export(arguments: argparse.Namespace) -> int:
 def main(argv: Sequence[str]) -> int:
     """Runs the command line; returns the exit status."""
     arguments = _parser().parse_args(argv)
+    # Orbax warns that a checkpoint of one array a folder is not one database.
+    logging.getLogger("absl").setLevel(logging.ERROR)
     run = {"inspect": _inspect, "import": _import, "export": _export}[arguments.command]
     try:
         return run(arguments)

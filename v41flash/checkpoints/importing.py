@@ -12,6 +12,7 @@ import functools
 import json
 import math
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,10 +26,11 @@ from v41flash.checkpoints import streams
 from v41flash.checkpoints.leaves import PACKED, Leaf, chunks, leaves
 from v41flash.checkpoints.names import MODEL, insert
 from v41flash.checkpoints.published import Published
+from v41flash.checkpoints.workdirs import CHECKPOINTS, CONFIG
 from v41flash.config import ModelConfig
 from v41flash.errors import InputError
 
-CHECKPOINTS = "checkpoints"
+TOKENIZER = "tokenizer.json"
 
 
 def model_config(published: Published, form: str) -> ModelConfig:
@@ -38,26 +40,48 @@ def model_config(published: Published, form: str) -> ModelConfig:
     return dataclasses.replace(published.config, weight_form=PACKED, activation_format="fp8")
 
 
-def to_workdir(published: Published, workdir: Path, form: str) -> None:
-    """Writes a run folder: config.json (the section `model`) and checkpoints/0.
+def to_workdir(
+    published: Published, workdir: Path, form: str, tokenizer: str | None = None
+) -> None:
+    """Writes a run folder: config.json, checkpoints/0, and tokenizer.json if there is one.
+
+    config.json holds what serving reads of the configuration of a run.
 
     Args:
         published: what to import.
         workdir: must hold no checkpoints yet.
         form: of the weights, one of `FORMS`.
+        tokenizer: as `v41flash.text.tokenizer.load` names it; None: the folder's own tokenizer.json
+            or, if it has none, "published".
 
     Raises:
         InputError: the folder has checkpoints, or weights that cannot be had in this form.
     """
     if (workdir / CHECKPOINTS).exists():
         raise InputError(f"{workdir}: holds checkpoints already; choose another folder")
-    config = {"model": model_config(published, form).to_dict()}
+    workdir = workdir.absolute()
     workdir.mkdir(parents=True, exist_ok=True)
+    if tokenizer is None:
+        tokenizer = _copy_tokenizer(published.folder, workdir) or "published"
+    config = {
+        "model": model_config(published, form).to_dict(),
+        "data": {"tokenizer": tokenizer},
+        "train": {"stages": [], "indexer_warmup_steps": 0},
+        "kernels": {},
+    }
     meta = {"config": config, "imported": {"weights": form}}
-    streams.write(workdir.absolute() / CHECKPOINTS, leaves(published, form), meta)
-    partial = workdir / "config.json.partial"
+    streams.write(workdir / CHECKPOINTS, leaves(published, form), meta)
+    partial = workdir / (CONFIG + ".partial")
     partial.write_text(json.dumps(config, indent=2) + "\n")
-    os.replace(partial, workdir / "config.json")
+    os.replace(partial, workdir / CONFIG)
+
+
+def _copy_tokenizer(folder: Path, workdir: Path) -> str | None:
+    source = folder / TOKENIZER
+    if not source.is_file():
+        return None
+    shutil.copyfile(source, workdir / TOKENIZER)
+    return str(workdir / TOKENIZER)
 
 
 def to_devices(published: Published, abstract: Any, form: str, tree: str = MODEL) -> Any:

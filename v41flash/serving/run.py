@@ -90,7 +90,8 @@ class Run:
 
 def _model(values: Mapping[str, Any], step: int) -> ModelConfig:
     """The model with what `train.stages` changed for the update that made the checkpoint."""
-    last = step - 1
+    # An imported checkpoint has step 0, and no stages.
+    last = max(step - 1, 0)
     model = dict(values["model"])
     for start, overrides in values["train"]["stages"]:
         if start <= last:

@@ -84,6 +84,8 @@ def _cast(tree: Any, index: tuple[int, ...], dtype: str, ratio: int) -> Any:
     every product anyway."""
 
     def cast(path: Any, leaf: Any) -> jax.Array:
+        if leaf.dtype == jnp.uint8:  # packed
+            return jnp.asarray(leaf[index])
         keys = {key.key for key in path}
         pooling = "compressor" in keys and ratio > 1
         return jnp.asarray(leaf[index], jnp.float32 if pooling or keys & _FLOAT32 else dtype)

@@ -14,6 +14,7 @@ from v41flash.checkpoints.leaves import FORMS
 from v41flash.checkpoints.orbax import Checkpoints
 from v41flash.checkpoints.published import Published
 from v41flash.config import ModelConfig
+from v41flash.serving.run import Run
 
 
 def run(*arguments):
@@ -25,7 +26,7 @@ def imported(request, tmp_path_factory):
     """(form, run folder) of the recorded folder."""
     workdir = tmp_path_factory.mktemp(request.param) / "run"
     arguments = (folders.RECORDED, f"--workdir={workdir}", f"--weights={request.param}")
-    assert run("import", *arguments) == 0
+    assert run("import", *arguments, "--tokenizer=byte") == 0
     return request.param, workdir
 
 
@@ -56,6 +57,14 @@ def test_a_run_folder_says_what_it_is(imported):
     with Checkpoints(workdir / "checkpoints") as checkpoints:
         assert checkpoints.steps() == [0]
         assert checkpoints.meta(0)["config"] == config
+
+
+def test_serving_reads_an_imported_run(imported):
+    form, workdir = imported
+    loaded = Run.load(workdir)
+    assert (loaded.step, loaded.config.dense_selection) == (0, False)
+    kinds = {str(leaf.dtype) for leaf in jax.tree.leaves(loaded.params)}
+    assert ("uint8" in kinds) == (form == "packed")
 
 
 def test_parameters_restore_and_equal_the_mapping(imported):
