@@ -23,6 +23,7 @@ def published_model():
     return dataclasses.replace(
         micro.model(),
         q_lora_rank=32,
+        o_lora_rank=16,
         moe_intermediate_size=32,
         quantization_config=synthetic.QUANTIZATION,
     )

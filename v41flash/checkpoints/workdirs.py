@@ -49,11 +49,11 @@ def check_start(workdir: Path, abstract: Any) -> None:
     stored = streams.open_item(step, MODEL) or {}
     leaves = jax.tree_util.tree_leaves_with_path(abstract)
     wanted = {tuple(key.key for key in path): leaf for path, leaf in leaves}
+    if any(path[-1].endswith("_scale") for path in stored.keys() - wanted.keys()):
+        raise InputError(
+            f"{workdir}: holds packed weights; import them with --weights=bfloat16 to train"
+        )
     for path in sorted(wanted.keys() | stored.keys()):
-        if path[-1].endswith("_scale") and path not in wanted:
-            raise InputError(
-                f"{workdir}: holds packed weights; import them with --weights=bfloat16 to train"
-            )
         if path not in wanted or path not in stored:
             where = "the model" if path in stored else "the checkpoint"
             raise InputError(f"{workdir}: {where} has no parameter {'/'.join(path)}")
