@@ -119,6 +119,90 @@ def _gather(rows_ref, slots, k_smem):
     gather(rows_ref, slots, k_smem)
 
 
+def _store_rows(values, target, *, in_order):
+    """Stores an accumulator f32 [64, n] as bfloat16, each thread 16 bytes at a time.
+
+    A thread holds columns 8 b + 2 q + {0, 1} of every 8-column block b (q: its number within four).
+    With `in_order`, four threads exchange what they have of four blocks, so that each stores one
+    block's row. Otherwise each stores its own: within 32 columns, memory then has the order (q, b),
+    which `_in_order` undoes. Through shared memory it would cost the memory, writing and reading
+    all of it there, and waiting for it to be free.
+    """
+    blocks = values.shape[1] // 8
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType()))
+    def store(ctx, fragments, ref):
+        del ctx
+        i32, i64 = (ir.IntegerType.get_signless(n) for n in (32, 64))
+        pair = ir.VectorType.get((2,), ir.BF16Type.get())
+
+        def c(value, kind=i32):
+            return mgpu_utils.c(value, kind)
+
+        thread = arith.remui(mgpu_utils.thread_idx(), c(128))
+        warp, lane = arith.shrui(thread, c(5)), arith.andi(thread, c(31))
+        row = arith.addi(arith.shli(warp, c(4)), arith.shrui(lane, c(2)))
+        offset = arith.addi(
+            arith.muli(row, c(2 * DIM)), arith.shli(arith.andi(lane, c(3)), c(4))
+        )
+        address = llvm.ptrtoint(i64, mgpu_utils.memref_ptr(ref))
+        address = arith.addi(address, arith.extui(i64, offset))
+
+        def exchange(a, b, distance):
+            upper = arith.cmpi(
+                arith.CmpIPredicate.ne, arith.andi(lane, c(distance)), c(0)
+            )
+            other = mgpu_utils.shfl_bfly(arith.select(upper, a, b), distance)
+            return arith.select(upper, other, a), arith.select(upper, b, other)
+
+        registers = fragments.registers.reshape(blocks, 2)
+        for lower in range(2):
+            for group in range(blocks // 4):
+                words = [
+                    mgpu_utils.bitcast(arith.truncf(pair, register), i32)
+                    for register in registers[4 * group : 4 * group + 4, lower]
+                ]
+                if in_order:
+                    words[0], words[1] = exchange(words[0], words[1], 1)
+                    words[2], words[3] = exchange(words[2], words[3], 1)
+                    words[0], words[2] = exchange(words[0], words[2], 2)
+                    words[1], words[3] = exchange(words[1], words[3], 2)
+                mgpu_utils.inline_ptx(
+                    "st.global.L1::no_allocate.v4.b32 [$0], {$1, $2, $3, $4};",
+                    arith.addi(address, c(lower * 8 * 2 * DIM + group * 64, i64)),
+                    *words,
+                    has_side_effects=True,
+                )
+        # Or the next product would start before its registers are free, and cost spills.
+        mgpu_utils.warpgroup_barrier()
+
+    store(values, target)
+
+
+def _in_order(x):
+    """Columns as `_store_rows` left them, in their own order."""
+    cut = x.reshape(*x.shape[:-1], -1, 4, 4, 2)
+    return jnp.swapaxes(cut, -2, -3).reshape(x.shape)
+
+
+def _opaque_zero():
+    """0 that the compiler does not know: what is addressed with it is not hoisted out of loops.
+
+    The descriptors of all matrix products of a tile would be, and spilled for want of registers.
+    """
+
+    @plgpu.inline_mgpu(
+        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(()))
+    )
+    def zero(ctx):
+        del ctx
+        i32 = ir.IntegerType.get_signless(32)
+        value = mgpu_utils.inline_ptx("mov.u32 $0, 0;", result_types=i32, has_side_effects=True)
+        return mgpu.FragmentedArray.splat(value, (), is_signed=True)
+
+    return zero()
+
+
 def _contributions(q, d_out, stats, rows, slots, *, ctas, groups, scale, interpret):
     """dq, and what every query adds to each row that it sees.
 
@@ -141,18 +225,23 @@ def _contributions(q, d_out, stats, rows, slots, *, ctas, groups, scale, interpr
 
     def body(
         q_ref, do_ref, stats_ref, rows_ref, slots_ref, dq_ref, out_ref,
-        q_smem, do_smem, k_smem, p_smem, ds_smem, stages, stats_smem,
+        tiles_smem, stats_smem,
         qdo_full, qdo_free, k_full, k_free, e_full, ds_full, done,
     ):
         thread = lax.axis_index("wg")
         cta = lax.axis_index("cta")
         count = pl.cdiv(queries - cta, ctas)
 
-        def store(stage, value, target):
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            stage[...] = value.astype(bf16)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(stage, target)
+        def buffers():
+            zero = 0 if interpret else _opaque_zero()
+            whole = [ref.at[zero] for ref in tiles_smem[:3]]
+            return (*whole, *tiles_smem[3:])
+
+        def store(value, target, in_order):
+            if interpret:
+                target[...] = value.astype(bf16)
+            else:
+                _store_rows(value, target, in_order=in_order)
 
         def row_stat(i):
             return plgpu.load(stats_smem.at[i], layout=by_row)
@@ -167,34 +256,41 @@ def _contributions(q, d_out, stats, rows, slots, *, ctas, groups, scale, interpr
 
             return pl.run_scoped(multiply, plgpu.ACC((HEADS, KEYS), f32))
 
-        def tail(me, n, tile, dq):
-            stage = stages.at[me]
-            columns = pl.ds(me * _HALF, _HALF)
+        def gradients(me, n, tile, turn, dq):
+            q_smem, do_smem, k_smem, p_smem, ds_smem = buffers()
+            p_smem, ds_smem = p_smem.at[turn], ds_smem.at[turn]
+            # A loop whose length the compiler does not know: unrolled, it would keep the zeros that
+            # each product starts from in registers of their own, and spill.
+            pieces = _HALF // _PIECE + (0 if interpret else _opaque_zero())
+            plgpu.wgmma(dq, ds_smem, k_smem.at[:, pl.ds(me * _HALF, _HALF)])
 
-            plgpu.wgmma(dq, ds_smem, k_smem.at[:, columns])
-            plgpu.wgmma_wait(0)
-            plgpu.barrier_arrive(k_free)
-            for piece in range(_HALF // _PIECE):
-                start = me * _HALF + piece * _PIECE
+            @pl.loop(0, pieces)
+            def _piece(piece):
+                columns = pl.ds(me * _HALF + piece * _PIECE, _PIECE)
 
-                def add_rows(acc, start=start):
-                    plgpu.wgmma(acc, p_smem.transpose((1, 0)), do_smem.at[:, pl.ds(start, _PIECE)])
-                    plgpu.wgmma(acc, ds_smem.transpose((1, 0)), q_smem.at[:, pl.ds(start, _PIECE)])
+                def multiply(acc):
+                    plgpu.wgmma(acc, p_smem.transpose((1, 0)), do_smem.at[:, columns])
+                    plgpu.wgmma(acc, ds_smem.transpose((1, 0)), q_smem.at[:, columns])
+                    plgpu.wgmma_wait(2)
+
+                    @pl.when(piece == 0)
+                    def _():
+                        plgpu.barrier_arrive(k_free)
+
                     return acc[...]
 
-                rows = pl.run_scoped(add_rows, plgpu.ACC((KEYS, _PIECE), f32))
-                for half in range(_PIECE // 64):
-                    target = out_ref.at[
-                        lax.rem(n, groups), n // groups, pl.ds(tile * KEYS, KEYS), pl.ds(start + half * 64, 64)
-                    ]
-                    store(stage, rows[:, half * 64 : (half + 1) * 64], target)
-            plgpu.barrier_arrive(done.at[me])
+                added = pl.run_scoped(multiply, plgpu.ACC((KEYS, _PIECE), f32))
+                target = out_ref.at[
+                    lax.rem(n, groups), n // groups, pl.ds(tile * KEYS, KEYS), columns
+                ]
+                store(added, target, in_order=False)
 
-        def consume(me, middle):
+            plgpu.barrier_arrive(done.at[2 * me + turn])
+
+        def consume(me, scores):
             plgpu.set_max_registers(240, action="increase")
-            plgpu.barrier_arrive(k_free)
-            plgpu.barrier_arrive(qdo_free)
-            plgpu.barrier_arrive(done.at[me])
+            for barrier in (k_free, qdo_free, done.at[2 * me], done.at[2 * me + 1]):
+                plgpu.barrier_arrive(barrier)
 
             @pl.loop(0, count)
             def _query(i):
@@ -204,51 +300,53 @@ def _contributions(q, d_out, stats, rows, slots, *, ctas, groups, scale, interpr
                 def over_tiles(dq):
                     @pl.loop(0, tiles)
                     def _tile(tile):
+                        turn = lax.rem(i * tiles + tile, 2)
                         plgpu.barrier_wait(k_full)
-                        middle()
-                        tail(me, n, tile, dq)
+                        scores(turn)
+                        gradients(me, n, tile, turn, dq)
 
                     return dq[...]
 
                 dq = pl.run_scoped(over_tiles, plgpu.ACC((HEADS, _HALF), f32))
                 plgpu.barrier_arrive(qdo_free)
-                for part in range(_HALF // 64):
-                    target = dq_ref.at[n, :, pl.ds(me * _HALF + part * 64, 64)]
-                    store(stages.at[me], dq[:, part * 64 : (part + 1) * 64], target)
+                store(dq, dq_ref.at[n, :, pl.ds(me * _HALF, _HALF)], in_order=True)
 
-            plgpu.barrier_wait(done.at[1 - me])
-            plgpu.wait_smem_to_gmem(0)
+            for turn in range(2):
+                plgpu.barrier_wait(done.at[2 * (1 - me) + turn])
 
         @pl.when(thread == 0)
         def _probabilities():
-            def middle():
+            def scores(turn):
+                q_smem, _, k_smem, p_smem, ds_smem = buffers()
                 s = product(q_smem, k_smem)
                 p = jnp.exp2(jnp.minimum(s * exp_scale - spread(row_stat(0)), 0.0))
-                plgpu.barrier_wait(done.at[1])
-                p_smem[...] = (p * spread(row_stat(1))).astype(bf16)
+                plgpu.barrier_wait(done.at[2 + turn])
+                p_smem[turn] = (p * spread(row_stat(1))).astype(bf16)
                 plgpu.barrier_wait(e_full)
-                e = plgpu.load(ds_smem, layout=layout).astype(f32)
-                ds_smem[...] = (p * e).astype(bf16)
+                e = plgpu.load(ds_smem.at[turn], layout=layout).astype(f32)
+                ds_smem[turn] = (p * e).astype(bf16)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(ds_full)
 
-            consume(0, middle)
+            consume(0, scores)
 
         @pl.when(thread == 1)
         def _differences():
-            def middle():
+            def scores(turn):
+                _, do_smem, k_smem, _, ds_smem = buffers()
                 dp = product(do_smem, k_smem)
                 e = dp * spread(row_stat(2)) - spread(row_stat(3))
-                plgpu.barrier_wait(done.at[0])
-                ds_smem[...] = e.astype(bf16)
+                plgpu.barrier_wait(done.at[turn])
+                ds_smem[turn] = e.astype(bf16)
                 plgpu.barrier_arrive(e_full)
                 plgpu.barrier_wait(ds_full)
 
-            consume(1, middle)
+            consume(1, scores)
 
         @pl.when(thread == 2)
         def _fetch():
             plgpu.set_max_registers(40, action="decrease")
+            q_smem, do_smem, k_smem = (ref.at[0] for ref in tiles_smem[:3])
 
             @pl.loop(0, count)
             def _query(i):
@@ -267,6 +365,8 @@ def _contributions(q, d_out, stats, rows, slots, *, ctas, groups, scale, interpr
                             slot = slots_ref[n // groups, tile * KEYS + r]
                             row = rows_ref[jnp.maximum(slot, 0)]
                             k_smem[r] = jnp.where(slot >= 0, row, jnp.zeros_like(row))
+
+                        plgpu.commit_smem()
                     else:
                         _gather(rows_ref, chosen, k_smem)
                     plgpu.barrier_arrive(k_full)
@@ -291,12 +391,7 @@ def _contributions(q, d_out, stats, rows, slots, *, ctas, groups, scale, interpr
             jax.ShapeDtypeStruct((groups, queries // groups, slot_count, DIM), bf16),
         ),
         scratch_types=(
-            tiled(HEADS, DIM),
-            tiled(HEADS, DIM),
-            tiled(KEYS, DIM),
-            tiled(HEADS, KEYS),
-            tiled(HEADS, KEYS),
-            tiled(_CONSUMERS, KEYS, 64),
+            [tiled(1, HEADS, DIM)] * 2 + [tiled(1, KEYS, DIM)] + [tiled(2, HEADS, KEYS)] * 2,
             plgpu.SMEM((4, HEADS), f32),
             plgpu.Barrier(num_arrivals=3),
             plgpu.Barrier(num_arrivals=_CONSUMERS),
@@ -304,7 +399,7 @@ def _contributions(q, d_out, stats, rows, slots, *, ctas, groups, scale, interpr
             plgpu.Barrier(num_arrivals=_CONSUMERS),
             plgpu.Barrier(),
             plgpu.Barrier(),
-            plgpu.Barrier(num_barriers=2),
+            plgpu.Barrier(num_barriers=2 * _CONSUMERS),
         ),
         grid=(ctas,),
         grid_names=("cta",),
@@ -449,6 +544,8 @@ def backward(
         ctas=ctas, groups=groups, scale=scale, interpret=interpret,
     )
     d_rows = _segments_of(contributions, slots, rows.shape[0], interpret=interpret)
+    if not interpret:
+        d_rows = _in_order(d_rows)
     d_rows = d_rows.reshape(batch, per_row, dim)
     dq = dq.reshape(batch, queries, groups * HEADS, dim)[:, :, :heads]
     d_window, d_main = jnp.split(d_rows, [window_rows.shape[1]], axis=1)
