@@ -32,6 +32,10 @@ from pallas_kernels.sparse_attention.tiles import (
 
 HEADS = 64
 DIM = lanes.DIM
+# Streaming multiprocessors of an H100 or H200: the kernel takes all shared memory of each.
+CTAS = 132
+# Contributions that are held at a time, and the most that one warpgroup adds up alone.
+CONTRIBUTION_BYTES = 4 * 2**30
 PIECE_ROWS = 128
 LOG2E = math.log2(math.e)
 _CONSUMERS = 2
@@ -39,7 +43,7 @@ _HALF = DIM // _CONSUMERS
 _PIECE = 128
 
 
-def _contributions(q, d_out, stats, rows, tiles, *, ctas, members, splits, scale, interpret):
+def _contributions(q, d_out, stats, rows, tiles, first, *, members, splits, scale, interpret):
     """dq, and what every group of queries adds to each row that it visits.
 
     Args:
@@ -47,25 +51,44 @@ def _contributions(q, d_out, stats, rows, tiles, *, ctas, members, splits, scale
         d_out: bf16 `[N, 64, 512]`.
         stats: f32 `[N, 4, 64]`: lse log2(e), f, f scale, delta scale.
         rows: bf16 `[R, 512]`.
-        tiles: of `N / splits` lists; `splits` consecutive groups share one.
+        tiles: C lists; `splits` consecutive groups share one.
+        first: i32 `[1]`, the group that they start with; lists beyond the last group are idle.
 
     Returns:
-        dq bf16 `[N, 64, 512]`, contributions bf16 `[splits, N / splits, L, 512]`.
+        dq bf16 `[C splits, 64, 512]`, contributions bf16 `[splits, C, L, 512]`.
     """
-    groups = q.shape[0]
-    slots = tiles.words.shape[1]
+    lists, slots = tiles.words.shape
+    groups = lists * splits
+    ctas = min(CTAS, groups)
     bf16, f32 = jnp.bfloat16, jnp.float32
     layout, by_row = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)
     exp_scale = scale * LOG2E
 
     def body(
-        q_ref, do_ref, stats_ref, rows_ref, words_ref, counts_ref, dq_ref, out_ref,
-        tiles_smem, stats_smem, words_smem,
-        qdo_full, qdo_free, k_full, k_free, e_full, ds_full, done,
+        q_ref,
+        do_ref,
+        stats_ref,
+        rows_ref,
+        words_ref,
+        counts_ref,
+        first_ref,
+        dq_ref,
+        out_ref,
+        tiles_smem,
+        stats_smem,
+        words_smem,
+        qdo_full,
+        qdo_free,
+        k_full,
+        k_free,
+        e_full,
+        ds_full,
+        done,
     ):
         thread = lax.axis_index("wg")
         cta = lax.axis_index("cta")
-        count = pl.cdiv(groups - cta, ctas)
+        first = first_ref[0]
+        count = pl.cdiv(jnp.minimum(groups, q.shape[0] - first) - cta, ctas)
 
         def laid(x, layout):
             return x if interpret else plgpu.layout_cast(x, layout)
@@ -217,9 +240,9 @@ def _contributions(q, d_out, stats, rows, tiles, *, ctas, members, splits, scale
                     @pl.when(tile == 0)
                     def _():
                         plgpu.barrier_wait(qdo_free)
-                        plgpu.copy_gmem_to_smem(q_ref.at[n], q_smem, qdo_full)
-                        plgpu.copy_gmem_to_smem(do_ref.at[n], do_smem, qdo_full)
-                        plgpu.copy_gmem_to_smem(stats_ref.at[n], stats_smem, qdo_full)
+                        plgpu.copy_gmem_to_smem(q_ref.at[first + n], q_smem, qdo_full)
+                        plgpu.copy_gmem_to_smem(do_ref.at[first + n], do_smem, qdo_full)
+                        plgpu.copy_gmem_to_smem(stats_ref.at[first + n], stats_smem, qdo_full)
 
             plgpu.barrier_wait(k_free)
             plgpu.barrier_wait(qdo_free)
@@ -230,8 +253,8 @@ def _contributions(q, d_out, stats, rows, tiles, *, ctas, members, splits, scale
     return plgpu.kernel(
         body,
         out_type=(
-            jax.ShapeDtypeStruct(q.shape, bf16),
-            jax.ShapeDtypeStruct((splits, groups // splits, slots, DIM), bf16),
+            jax.ShapeDtypeStruct((groups, HEADS, DIM), bf16),
+            jax.ShapeDtypeStruct((splits, lists, slots, DIM), bf16),
         ),
         scratch_types=(
             [tiled(1, HEADS, DIM)] * 2 + [tiled(1, TILE, DIM)] + [tiled(2, HEADS, TILE)] * 2,
@@ -251,7 +274,7 @@ def _contributions(q, d_out, stats, rows, tiles, *, ctas, members, splits, scale
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret or None,
-    )(q, d_out, stats, rows, *tiles)
+    )(q, d_out, stats, rows, *tiles, first)
 
 
 def _gather_slowly(rows_ref, words_ref, start, buffer, words_smem):
@@ -295,9 +318,7 @@ def _segment_sum(values, order, starts, *, interpret):
             at = [jnp.minimum(first + i, end - 1) for i in range(together)]
             rows = [order_ref[a] for a in at]
             loaded = [
-                laid(values_ref[c, row], layout).astype(f32)
-                for row in rows
-                for c in range(copies)
+                laid(values_ref[c, row], layout).astype(f32) for row in rows for c in range(copies)
             ]
             for i, value in enumerate(loaded):
                 inside = first + i // copies < end
@@ -360,6 +381,35 @@ def _sum_by_row(contributions, words, rows: int, *, interpret):
     return _segment_sum(partial[None], every, row_starts, interpret=interpret)
 
 
+def _by_chunks(q, d_out, stats, rows, tiles, *, splits, interpret, **options):
+    """dq bf16 `[N, 64, 512]` and f32 `[R, 512]`, with a bounded number of contributions at a time.
+
+    Arguments are those of `_contributions`.
+    """
+    lists, slots = tiles.words.shape
+    chunks = -(-lists * splits * slots * 2 * DIM // CONTRIBUTION_BYTES)
+    chunk = -(-lists // chunks)
+
+    def one(total, part):
+        first, tiles = part
+        dq, contributions = _contributions(
+            q, d_out, stats, rows, tiles, first, splits=splits, interpret=interpret, **options
+        )
+        added = _sum_by_row(contributions, tiles.words, rows.shape[0], interpret=interpret)
+        return added if total is None else total + added, dq
+
+    firsts = jnp.arange(chunks, dtype=jnp.int32)[:, None] * (chunk * splits)
+    if chunks == 1:
+        d_rows, dq = one(None, (firsts[0], tiles))
+        return dq, d_rows
+    missing = chunks * chunk - lists
+    words = jnp.pad(tiles.words, [(0, missing), (0, 0)]).reshape(chunks, chunk, slots)
+    counts = jnp.pad(tiles.counts, (0, missing), constant_values=1).reshape(chunks, chunk)
+    zeros = jnp.zeros(rows.shape, jnp.float32)
+    d_rows, dq = lax.scan(one, zeros, (firsts, Tiles(words, counts)))
+    return dq.reshape(-1, HEADS, DIM)[: lists * splits], d_rows
+
+
 def backward(
     q,
     window_rows,
@@ -377,9 +427,41 @@ def backward(
     scale,
     interpret=None,
 ):
-    """Gradients of `sparse_attention`."""
+    """Gradients of `sparse_attention`.
+
+    Rows are gathered per group of 64 (query, head) rows, and what a group adds to each of them is
+    stored in bfloat16 and added up in float32 in an order that depends on the indices alone: equal
+    arguments give equal bits. Memory: up to `CONTRIBUTION_BYTES` beside the gradients.
+
+    Args:
+        q: as in `sparse_attention`, like the arguments that follow.
+        window_rows: likewise.
+        window_lo: likewise.
+        window_hi: likewise.
+        main_rows: likewise, None among it.
+        indices: likewise, but None only with `main_rows`.
+        sink: likewise.
+        out: `[B, T, H, D]`, its result.
+        lse: f32 `[B, T, H]`, its result.
+        d_out: gradient of `out`.
+        d_lse: gradient of `lse`; where `lse` is -inf it does not count.
+        window: as in `sparse_attention`.
+        scale: of the logits, a number.
+        interpret: run on the CPU by this interpreter, where the order of summation is another.
+
+    Returns:
+        Gradients of q, window_rows, main_rows (None where that is None) and sink, in their dtypes.
+
+    Raises:
+        NotImplementedError: see `check`.
+    """
+    check(q, window_rows, main_rows, indices)
     batch, queries, heads, dim = q.shape
     f32, bf16 = jnp.float32, jnp.bfloat16
+    only_window = main_rows is None
+    if only_window:
+        main_rows = jnp.zeros((batch, 0, dim), bf16)
+        indices = jnp.zeros((batch, queries, 0), jnp.int32)
     members, splits = _grouping(heads)
     padded_heads = HEADS * splits // members
     padded_queries = -(-queries // members) * members
@@ -408,20 +490,17 @@ def backward(
         window_size=window_rows.shape[1],
         main_size=main_rows.shape[1],
     )
-    groups = tiles.counts.shape[0] * splits
-    dq, contributions = _contributions(
+    dq, d_rows = _by_chunks(
         padded(q.astype(bf16)).reshape(-1, HEADS, dim),
         padded(d_out.astype(bf16)).reshape(-1, HEADS, dim),
         stats,
         rows,
         tiles,
-        ctas=min(132, groups),
         members=members,
         splits=splits,
         scale=scale,
         interpret=interpret,
     )
-    d_rows = _sum_by_row(contributions, tiles.words, rows.shape[0], interpret=interpret)
     if not interpret:
         d_rows = lanes.ordered(d_rows)
     d_window, d_main = jnp.split(
@@ -431,9 +510,22 @@ def backward(
     return (
         dq.astype(q.dtype),
         d_window.astype(window_rows.dtype),
-        d_main.astype(main_rows.dtype),
+        None if only_window else d_main.astype(main_rows.dtype),
         d_sink,
     )
+
+
+def check(q, window_rows, main_rows, indices) -> None:
+    """Raises NotImplementedError, saying why, for arguments that `backward` does not take."""
+    if q.dtype != jnp.bfloat16:
+        raise NotImplementedError(f"the backward takes bfloat16 queries, not {q.dtype}")
+    if q.shape[-1] != DIM:
+        raise NotImplementedError(f"the backward takes head_dim {DIM}, not {q.shape[-1]}")
+    for name, x in (("window_rows", window_rows), ("main_rows", main_rows)):
+        if x is not None and not jnp.issubdtype(x.dtype, jnp.floating):
+            raise NotImplementedError(f"{name} of dtype {x.dtype} have no gradient")
+    if main_rows is not None and indices is None:
+        raise NotImplementedError("the backward takes main rows by indices alone")
 
 
 def _grouping(heads: int) -> tuple[int, int]:

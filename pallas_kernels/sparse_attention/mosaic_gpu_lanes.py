@@ -114,9 +114,7 @@ def gather(rows_ref, words, buffer, words_smem):
         base = arith.addi(base, arith.shli(warp, _c(14)))
         base = arith.addi(base, arith.shli(arith.shrui(lane, _c(3)), _c(10)))
         chunk = arith.andi(lane, _c(7))
-        swizzled = [
-            arith.addi(base, arith.shli(arith.xori(chunk, _c(r)), _c(4))) for r in range(8)
-        ]
+        swizzled = [arith.addi(base, arith.shli(arith.xori(chunk, _c(r)), _c(4))) for r in range(8)]
         for r in range(16):
             one = nvvm.shfl_sync(_c(-1), word, _c(r), _c(31), nvvm.ShflKind.idx)
             members = arith.andi(one, _c(2**MEMBER_BITS - 1))

@@ -85,25 +85,21 @@ def tiles_of(
     offset = jnp.arange(batch, dtype=jnp.int32)[:, None, None] * (size << MEMBER_BITS)
     words = jnp.where(words != 0, words + offset, 0)
     words = words.reshape(-1, words.shape[-1])
+    words = jnp.pad(words, [(0, 0), (0, -words.shape[-1] % TILE)])
     last = jnp.max(jnp.where(words != 0, jnp.arange(words.shape[-1], dtype=jnp.int32), 0), axis=-1)
     return Tiles(words, last // TILE + 1)
-
-
-def _whole(words):
-    missing = -words.shape[-1] % TILE
-    return jnp.pad(words, [(0, 0)] * (words.ndim - 1) + [(0, missing)])
 
 
 def _window(lo, hi, window, size):
     """Entries of consecutive rows that end where the group's last window does."""
     members = lo.shape[-1]
-    length = window + members - 1
+    length = window + members - 1 if window else 0
     end = jnp.where(lo < hi, hi, 0).max(axis=-1, keepdims=True)
     row = end - length + jnp.arange(length, dtype=jnp.int32)
     seen = (row[..., None, :] >= lo[..., None]) & (row[..., None, :] < hi[..., None])
     bits = jnp.sum(seen * _bits(members)[:, None], axis=-2, dtype=jnp.int32)
     bits = jnp.where((row >= 0) & (row < size), bits, 0)
-    return _whole(jnp.where(bits != 0, (row << MEMBER_BITS) | bits, 0))
+    return jnp.where(bits != 0, (row << MEMBER_BITS) | bits, 0)
 
 
 def _bits(members):
@@ -112,7 +108,8 @@ def _bits(members):
 
 def _listed(indices, size):
     """One query's entries, where its list has them."""
-    return _whole(jnp.where(indices[:, :, 0] < size, (indices[:, :, 0] << MEMBER_BITS) | 1, 0))
+    indices = indices[:, :, 0]
+    return jnp.where(indices < size, (indices << MEMBER_BITS) | 1, 0)
 
 
 def _union(indices, size):
@@ -136,4 +133,4 @@ def _union(indices, size):
     group = jnp.arange(batch * groups)[:, None]
     # Places are distinct, so that the order of the writes does not matter.
     packed = jnp.zeros_like(words).at[group, place].set(words, mode="drop")
-    return _whole(packed.reshape(batch, groups, -1))
+    return packed.reshape(batch, groups, -1)
