@@ -1,15 +1,17 @@
 """Published folders: there and back bit for bit, and every fault of one is named."""
 
 import json
+import math
 import os
 
 import jax
 import numpy as np
 import pytest
+from safetensors import safe_open
 
 from tests.v41flash.checkpoints import folders
-from v41flash import sharding
-from v41flash.checkpoints import hf, importing, inventory, names
+from v41flash import presets, sharding
+from v41flash.checkpoints import exporting, hf, importing, inventory, leaves, names, streams
 from v41flash.checkpoints.leaves import FORMS
 from v41flash.checkpoints.orbax import Checkpoints
 from v41flash.checkpoints.published import Published
@@ -45,6 +47,59 @@ def test_there_and_back_is_bit_identical(imported, tmp_path):
     assert run("import", back, f"--workdir={tmp_path / 'again'}") == 0
     assert run("export", f"--workdir={tmp_path / 'again'}", tmp_path / "last") == 0
     assert folders.tensors(tmp_path / "last") == folders.tensors(folders.RECORDED)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_arrays_in_many_chunks(form, tmp_path, monkeypatch):
+    """What the sizes of the released model come to: chunks of a few rows, pieces of fewer."""
+    monkeypatch.setattr(streams, "CHUNK_BYTES", 3000)
+    monkeypatch.setattr(exporting, "_PIECE_BYTES", 700)
+    published = Published.open(folders.RECORDED)
+    wanted = [leaf for leaf in leaves.leaves(published, form) if leaf.path[-1] in MANY]
+    streams.write(tmp_path / "checkpoints", wanted, {})
+    for leaf in wanted:
+        item, *path = leaf.path
+        stored = streams.open_item(tmp_path / "checkpoints" / "0", item)[tuple(path)]
+        small = math.prod(leaf.shape) * leaf.dtype.itemsize <= 3000
+        layer = (*(1 for _ in leaf.lead), *leaf.layout.shape)
+        assert small == (stored.chunk_layout.read_chunk.shape == layer)
+        whole = leaf.read(tuple(slice(None) for _ in leaf.shape))
+        np.testing.assert_array_equal(stored.read().result(), whole)
+        where = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        abstract = {}
+        names.insert(
+            abstract, tuple(path), jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+        )
+        if item in (names.MODEL, names.DRAFT):
+            placed = importing.to_devices(published, abstract, form, item)
+            np.testing.assert_array_equal(jax.tree.leaves(placed)[0], whole)
+
+
+MANY = ("w13", "wo_b", "table", "head", "main_proj")
+
+
+def test_export_in_small_pieces_and_of_large_chunks(imported, tmp_path, monkeypatch):
+    _, workdir = imported
+    monkeypatch.setattr(exporting, "_PIECE_BYTES", 700)
+    # Every chunk is too large to be read for a piece of it: arrays are read whole.
+    monkeypatch.setattr(streams, "CHUNK_BYTES", 1)
+    assert run("export", f"--workdir={workdir}", tmp_path / "back") == 0
+    assert folders.tensors(tmp_path / "back") == folders.tensors(folders.RECORDED)
+
+
+def test_the_safetensors_library_reads_what_is_written(imported, tmp_path):
+    form, workdir = imported
+    if form != "packed":
+        pytest.skip("the files are the same")
+    assert run("export", f"--workdir={workdir}", tmp_path / "back") == 0
+    ours = folders.tensors(tmp_path / "back")
+    with safe_open(tmp_path / "back" / "model.safetensors", framework="numpy") as file:
+        assert set(file.keys()) == set(ours)
+        for name, (dtype, shape, data) in ours.items():
+            part = file.get_slice(name)
+            assert (part.get_dtype(), tuple(part.get_shape())) == (dtype, shape)
+            if dtype in ("F32", "I8"):
+                assert file.get_tensor(name).tobytes() == data
 
 
 def test_a_run_folder_says_what_it_is(imported):
@@ -85,10 +140,8 @@ def test_parameters_restore_and_equal_the_mapping(imported):
         jax.tree.map(np.testing.assert_array_equal, tree, expected)
 
 
-def test_the_released_model_has_its_published_size(tmp_path):
+def test_the_released_model_has_its_published_size():
     """96,085 tensors of 510,286,023,000 bytes, every one of them a part of some parameter."""
-    from v41flash import presets
-
     config = presets.v41_flash()
     assert inventory.totals(config) == (510_286_023_000, 96_085)
     made = {}
