@@ -1,8 +1,8 @@
 """Peak memory of import and export, on a synthetic checkpoint of some size.
 
-    python -m tests.v41flash.checkpoints.measure_memory FOLDER [--experts=32 --table_start=250000]
+    python -m tests.v41flash.checkpoints.measure_memory FOLDER [--experts=24 --table_start=170000]
 
-writes a checkpoint with the published widths into FOLDER (9 GiB by default; three times that is
+writes a checkpoint with the published widths into FOLDER (9 GiB by default; four times that is
 needed), imports it packed and as bfloat16, exports the packed one, compares the files byte by byte
 and prints, for every command, its seconds and the largest resident size that the kernel saw. What
 it wrote is deleted.
@@ -86,8 +86,8 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--experts", type=int, default=32)
-    parser.add_argument("--table_start", type=int, default=250_000)
+    parser.add_argument("--experts", type=int, default=24)
+    parser.add_argument("--table_start", type=int, default=170_000)
     arguments = parser.parse_args()
     size, largest, results = run(arguments.folder, arguments.table_start, arguments.experts)
     print(f"checkpoint {size / GIB:.2f} GiB, largest file {largest / GIB:.2f} GiB")
