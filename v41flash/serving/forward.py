@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from pallas_kernels import mhc
 from v41flash.cache import WindowCache
 from v41flash.config import ModelConfig
+from v41flash.image_rows import TEXT
 from v41flash.kernels import Kernels
 from v41flash.nn import rope
 from v41flash.nn.block import Block, Carry
@@ -28,6 +29,7 @@ from v41flash.nn.csa2 import SharedKV
 from v41flash.nn.linear import contract
 from v41flash.nn.memory import Memory
 from v41flash.nn.mhc import Residual
+from v41flash.nn.vision import ImageBatch, Images
 from v41flash.serving.state import Pending, State
 from v41flash.serving.weights import Weights
 
@@ -44,8 +46,8 @@ class Model:
         return Block(self.config, self.config.layers[layer], self.kernels, False)
 
 
-class Images(NamedTuple):
-    """Image spans among the tokens of a step.
+class ImageRows(NamedTuple):
+    """Image spans among the tokens of a step, or of a prompt.
 
     Attributes:
         mask: bool [B, T], tokens of image spans.
@@ -127,6 +129,21 @@ class Tail(NamedTuple):
         return joined._replace(count=kept)
 
 
+def image_rows(model: Model, weights: Weights, tokens: jax.Array, batch: ImageBatch) -> ImageRows:
+    """Encodes the images of prompts.
+
+    Args:
+        model: one with an image encoder.
+        weights: of it.
+        tokens: int32 [B, T], whole prompts; images stand at `batch.source`.
+        batch: the images.
+    """
+    x = jnp.take(weights.embed, tokens, axis=0).astype(model.config.dtype)
+    encoder = Images(model.config)
+    embeddings = encoder.apply({"params": weights.images}, x, batch)
+    return ImageRows(batch.source != TEXT, embeddings)
+
+
 def logits(weights: Weights, hidden: jax.Array) -> jax.Array:
     """float32 logits [..., V] of hidden states [..., d]: the head runs in float32."""
     return contract("...d,dv->...v", hidden.astype(jnp.float32), weights.head)
@@ -138,7 +155,7 @@ def all_layers(
     state: State,
     tokens: jax.Array,
     new: jax.Array,
-    images: Images | None = None,
+    images: ImageRows | None = None,
 ) -> Step:
     """Runs every layer on the next T tokens of each sequence.
 
@@ -179,7 +196,7 @@ def encoder_layers(
     state: State,
     tokens: jax.Array,
     new: jax.Array,
-    images: Images | None = None,
+    images: ImageRows | None = None,
 ) -> tuple[Tail, Pending]:
     """Runs the encoder, and of the decoder only what makes the last global cache.
 
@@ -289,7 +306,7 @@ def _start(
     state: State,
     tokens: jax.Array,
     new: jax.Array,
-    images: Images | None,
+    images: ImageRows | None,
     weights: Weights,
 ) -> tuple[Residual, Context, jax.Array | None]:
     """(residual streams, context, hash history [B, T, N]) of a step."""
@@ -304,6 +321,8 @@ def _start(
     if weights.hasher is not None:
         history = weights.hasher.history(weights.token_map[tokens], state.look_back, mask)
         rows = weights.hasher.rows(history)
+    if config.vision is not None and mask is None:
+        mask = jnp.zeros(tokens.shape, bool)
     context = context._replace(engram_rows=rows, is_image=mask)
     return Residual.start(x, config.hc_mult), context, history
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from v41flash.serving import forward
-from v41flash.serving.forward import Images, Model, Tail
+from v41flash.serving.forward import ImageRows, Model, Tail
 from v41flash.serving.state import State, commit
 from v41flash.serving.weights import Weights
 
@@ -34,7 +34,7 @@ def exact_chunk(
     logits: jax.Array,
     tokens: jax.Array,
     new: jax.Array,
-    images: Images | None = None,
+    images: ImageRows | None = None,
 ) -> tuple[jax.Array, State]:
     """All layers over the next T tokens.
 
@@ -64,7 +64,7 @@ def encoder_chunk(
     tail: Tail,
     tokens: jax.Array,
     new: jax.Array,
-    images: Images | None = None,
+    images: ImageRows | None = None,
 ) -> tuple[Tail, State]:
     """The encoder over the next T tokens; arguments as for `exact_chunk`.
 
@@ -92,6 +92,7 @@ def prefill(
     chunk: int = DEFAULT_CHUNK,
     exact: bool = False,
     replay: int | None = None,
+    images: ImageRows | None = None,
 ) -> tuple[jax.Array, State]:
     """Takes a prompt into each sequence of a batch.
 
@@ -105,6 +106,7 @@ def prefill(
         exact: run all layers over all tokens.
         replay: R, tokens that the decoder goes over; `sliding_window` when None. A prompt of at
             most R tokens is exact, whatever the mode.
+        images: image spans of the prompts, [B, T, ...] with T at least the longest prompt, or None.
 
     Returns:
         (float32 logits [B, V] after each prompt, state).
@@ -125,10 +127,11 @@ def prefill(
     tail = None if exact else Tail.create(config, batch, replay)
     for start in range(0, int(lengths.max()), chunk):
         tokens, new = _cut(prompts, lengths, start, chunk)
+        spans = None if images is None else _spans(images, start, tokens.shape[1])
         if exact:
-            logits, state = programs.exact_chunk(weights, state, logits, tokens, new)
+            logits, state = programs.exact_chunk(weights, state, logits, tokens, new, spans)
         else:
-            tail, state = programs.encoder_chunk(weights, state, tail, tokens, new)
+            tail, state = programs.encoder_chunk(weights, state, tail, tokens, new, spans)
     if exact:
         return logits, state
     return programs.decoder_replay(weights, state, tail)
@@ -152,6 +155,17 @@ def _cut(
     for row, prompt, count in zip(tokens, prompts, new, strict=True):
         row[:count] = prompt[start : start + count]
     return tokens, new
+
+
+def _spans(images: ImageRows, start: int, length: int) -> ImageRows:
+    """The rows of one chunk, padded to its length."""
+
+    def cut(rows: jax.Array) -> jax.Array:
+        rows = rows[:, start : start + length]
+        missing = length - rows.shape[1]
+        return jnp.pad(rows, ((0, 0), (0, missing)) + ((0, 0),) * (rows.ndim - 2))
+
+    return ImageRows(*map(cut, images))
 
 
 def _check(

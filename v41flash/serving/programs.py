@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from v41flash.serving import decode, prefill, replay
+from v41flash.serving import decode, forward, prefill, replay
 from v41flash.serving.forward import Model
 
 
@@ -18,6 +18,7 @@ class Programs:
     Attributes:
         model: the model.
         exact_chunk, encoder_chunk, decoder_replay: of `v41flash.serving.prefill`.
+        image_rows: of `v41flash.serving.forward`.
         begin, run: of `v41flash.serving.decode`.
         recall: of `v41flash.serving.replay`.
     """
@@ -35,6 +36,7 @@ class Programs:
         def of_model(function: Any, **keywords: Any) -> Any:
             return jit(functools.partial(function, model), **keywords)
 
+        self.image_rows = of_model(forward.image_rows)
         self.exact_chunk = of_model(prefill.exact_chunk, donate_argnums=(1, 2))
         self.encoder_chunk = of_model(prefill.encoder_chunk, donate_argnums=(1, 2))
         self.decoder_replay = of_model(prefill.decoder_replay, donate_argnums=(1,))

@@ -36,6 +36,7 @@ class Weights:
         layers: parameters of `v41flash.nn.block.Block`, one tree per layer.
         token_map: int32 [V], canonical id of every token; None without Engram.
         hasher: Engram hashing; None without Engram.
+        images: parameters of `v41flash.nn.vision.Images`; None without an image encoder.
     """
 
     embed: jax.Array
@@ -44,6 +45,7 @@ class Weights:
     layers: tuple[Any, ...]
     token_map: jax.Array | None
     hasher: DeviceHasher | None
+    images: Any
 
     @classmethod
     def create(
@@ -76,6 +78,7 @@ class Weights:
             layers=tuple(layers),
             token_map=ids,
             hasher=hasher,
+            images=jax.tree.map(jnp.asarray, params.get("images")),
         )
 
 

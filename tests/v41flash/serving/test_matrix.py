@@ -7,11 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests import golden_multimodal
 from tests.conftest import GOLDEN
+from tests.golden_check import Recorded
 from tests.v41flash.nn import samples
 from tests.v41flash.serving.served import Served, entries
 from v41flash.serving import forward
-from v41flash.serving.forward import Model
+from v41flash.serving.forward import ImageRows, Model
+from v41flash.serving.prefill import prefill
+from v41flash.serving.programs import Programs
 from v41flash.serving.state import State, commit
 from v41flash.serving.weights import Weights
 
@@ -64,6 +68,27 @@ def test_recorded_decoding(recorded, mode):
     prefix = int(arrays["prefix_len"])
     repaired = arrays[f"decode_repaired_logits.{mode}"]
     np.testing.assert_allclose(repaired, truth[prefix:], atol=2e-4)
+
+
+def test_recorded_images():
+    """Prompts with images, cut anywhere, in chunks."""
+    recorded = Recorded.load(GOLDEN / "layout_i" / "multimodal")
+    arrays = dict(np.load(GOLDEN / "layout_i" / "multimodal" / "D_multimodal.npz"))
+    tokens, config = arrays["tokens"], recorded.model(False).config
+    vision = config.vision
+    images = golden_multimodal.recorded_images(vision, arrays)
+    batch = golden_multimodal.image_batch(vision, images, len(tokens))
+    weights = Weights.create(config, recorded.params, recorded.compressed_ids)
+    programs = Programs(Model(config))
+    rows = programs.image_rows(weights, tokens[None], batch)
+    count = len(tokens)
+    rows = ImageRows(*(jnp.repeat(x, count, axis=0) for x in rows))
+    prompts = [tokens[: n + 1] for n in range(count)]
+    truth = arrays["final_norm"] @ np.asarray(weights.head)
+    for keywords in (dict(exact=True), dict(replay=3 * config.sliding_window)):
+        state = State.create(config, weights, count, np.arange(count)[:, None])
+        logits, _ = prefill(programs, weights, state, prompts, chunk=7, images=rows, **keywords)
+        np.testing.assert_allclose(logits, truth, atol=2e-4)
 
 
 CONFIGS = {
