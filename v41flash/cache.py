@@ -440,11 +440,15 @@ class WindowCache:
             [B, W + T, D]: positions length - W .. length - 1 out of the ring, then `values`.
             Rows before `starts` are finite and mean nothing.
         """
+        return jnp.concatenate([self.held(layer).astype(values.dtype), values], axis=1)
+
+    def held(self, layer: int | jax.Array) -> jax.Array:
+        """Rows [B, W, D] of positions length - W .. length - 1; those before `starts` are finite
+        and mean nothing."""
         slot = (self.lengths[:, None] + jnp.arange(self.window, dtype=jnp.int32)) % self.window
         # Position length - W + s shares its slot with length + s.
         ring = self.rows.at[self._place(layer), jnp.arange(len(slot))[:, None], slot]
-        held = self.format.unpack(ring.get(mode="promise_in_bounds"))
-        return jnp.concatenate([held.astype(values.dtype), values], axis=1)
+        return self.format.unpack(ring.get(mode="promise_in_bounds"))
 
     def append(self, layer: int | jax.Array, values: jax.Array, new: jax.Array) -> WindowCache:
         """Stores the rows of a step; `advance` makes them count.

@@ -135,7 +135,7 @@ def begin(
         recent=jnp.full((batch, stops.sequences.shape[-1]), _NOTHING, jnp.int32),
         finish=jnp.where(active, RUNNING, IDLE).astype(jnp.int32),
     )
-    return _take(sequences, drawn.tokens, stops), drawn
+    return take(sequences, drawn.tokens, stops), drawn
 
 
 def run(
@@ -186,7 +186,7 @@ def run(
         state = commit(weights, state, out.pending, new)
         logits = forward.logits(weights, out.hidden[:, 0])
         drawn = draw(logits, sampling, state.positions, top)
-        sequences = _take(sequences._replace(finish=finish), drawn.tokens, stops)
+        sequences = take(sequences._replace(finish=finish), drawn.tokens, stops)
         tokens = jnp.where(running, drawn.tokens, -1)
         row = (tokens, drawn.logprobs, drawn.top_tokens, drawn.top_logprobs)
         filled = (whole.at[chunk.steps].set(new) for whole, new in zip(chunk, row, strict=False))
@@ -199,9 +199,14 @@ def run(
     return jax.lax.while_loop(going_on, step, (state, sequences, chunk))
 
 
-def _take(sequences: Sequences, tokens: jax.Array, stops: Stops) -> Sequences:
-    """Emits a token of every running sequence and ends those that are done."""
+def take(
+    sequences: Sequences, tokens: jax.Array, stops: Stops, emits: jax.Array | None = None
+) -> Sequences:
+    """Emits one of `tokens` int32 [B] for every running sequence (where `emits` bool [B], if it is
+    given) and ends those that are done."""
     running = sequences.finish == RUNNING
+    if emits is not None:
+        running = running & emits
     recent = jnp.concatenate([sequences.recent[:, 1:], tokens[:, None]], axis=1)
     recent = jnp.where(running[:, None], recent, sequences.recent)
     emitted = sequences.emitted + running
@@ -214,5 +219,5 @@ def _take(sequences: Sequences, tokens: jax.Array, stops: Stops) -> Sequences:
     )
     finish = sequences.finish
     for holds, reason in reasons:
-        finish = jnp.where((finish == RUNNING) & holds, reason, finish)
+        finish = jnp.where(running & (finish == RUNNING) & holds, reason, finish)
     return Sequences(jnp.where(running, tokens, sequences.last), emitted, recent, finish)

@@ -26,11 +26,12 @@ from v41flash.nn import rope
 from v41flash.nn.block import Block, Carry
 from v41flash.nn.context import Context, Ranges, rope_frequencies
 from v41flash.nn.csa2 import SharedKV
+from v41flash.nn.dspark import DSpark, target_hidden
 from v41flash.nn.linear import contract
 from v41flash.nn.memory import Memory
 from v41flash.nn.mhc import Residual
 from v41flash.nn.vision import ImageBatch, Images
-from v41flash.serving.state import Pending, State
+from v41flash.serving.state import Pending, State, appended
 from v41flash.serving.weights import Weights
 
 
@@ -65,7 +66,7 @@ class Step(NamedTuple):
         hidden: [B, T, d], input of the head.
         pending: to be committed.
         targets: [B, T, n_targets * d], what the draft head reads: the mean over streams at the
-            input of each of `config.dspark_target_layer_ids`, side by side; None without them.
+            input of each of `config.dspark_target_layer_ids`, side by side; None without any.
     """
 
     hidden: jax.Array
@@ -182,11 +183,18 @@ def all_layers(
             carry = carry._replace(memory=memory)
         x, read = _apply(model, weights, spec.index, "read", carry.residual, context)
         if spec.index in config.dspark_target_layer_ids:
-            targets.append(jnp.mean(read.streams.astype(jnp.float32), axis=2).astype(x.dtype))
+            targets.append(read.streams)
         carry, shared = _finish(model, weights, spec.index, x, carry, read, shared, context)
     memory = carry.memory
-    pending = Pending(memory.cache, encoder_rows, memory.window_rows, memory.projections, history)
-    joined = jnp.concatenate(targets, axis=-1) if targets else None
+    joined = target_hidden(targets) if targets else None
+    pending = Pending(
+        cache=memory.cache,
+        encoder_rows=encoder_rows,
+        decoder_rows=memory.window_rows,
+        projections=memory.projections,
+        history=history,
+        draft_rows=_draft_rows(model, weights, joined, state.positions),
+    )
     return Step(_hidden(model, weights, carry.residual), pending, joined)
 
 
@@ -248,17 +256,23 @@ def decoder_tail(
     context = _context(config, start, tail.count, rows, None, decoder)
     context = context._replace(engram_rows=tail.engram_rows, is_image=tail.is_image)
     memory = Memory(state.cache, decoder, state.groups, start, tail.count)
-    carry, shared = Carry(tail.residual, memory=memory), None
-    carry, shared = _finish(model, weights, first, tail.x, carry, tail.residual, shared, context)
-    for layer in range(first + 1, config.num_hidden_layers):
-        x, read = _apply(model, weights, layer, "read", carry.residual, context)
+    carry, shared, targets = Carry(tail.residual, memory=memory), None, []
+    x, read = tail.x, tail.residual
+    for layer in range(first, config.num_hidden_layers):
+        if layer > first:
+            x, read = _apply(model, weights, layer, "read", carry.residual, context)
+        if layer in config.dspark_target_layer_ids:
+            targets.append(read.streams)
         carry, shared = _finish(model, weights, layer, x, carry, read, shared, context)
     last = jnp.maximum(tail.count - 1, 0)
     newest = jax.tree.map(lambda leaf: leaf[jnp.arange(batch), last][:, None], carry.residual)
     hidden = _hidden(model, weights, newest)[:, 0]
-    for place, values in enumerate(carry.memory.window_rows):
-        decoder = decoder.append(first + place, values, tail.count)
-    return hidden, dataclasses.replace(state, decoder=decoder.advance(tail.count))
+    decoder = appended(decoder, carry.memory.window_rows, tail.count)
+    draft = state.draft
+    if draft is not None:
+        drafted = _draft_rows(model, weights, target_hidden(targets), start)
+        draft = appended(_from(draft, start), drafted, tail.count)
+    return hidden, dataclasses.replace(state, decoder=decoder, draft=draft)
 
 
 def _from(decoder: WindowCache, start: jax.Array) -> WindowCache:
@@ -269,6 +283,17 @@ def _from(decoder: WindowCache, start: jax.Array) -> WindowCache:
         starts=jnp.where(gap, start, decoder.starts),
         lengths=jnp.where(gap, start, decoder.lengths),
     )
+
+
+def _draft_rows(
+    model: Model, weights: Weights, targets: jax.Array | None, first: jax.Array
+) -> tuple[jax.Array, ...]:
+    """What the draft head keeps of tokens at positions `first` int32 [B] and after."""
+    if weights.draft is None:
+        return ()
+    positions = first[:, None] + jnp.arange(targets.shape[1], dtype=jnp.int32)
+    head = DSpark(model.config, model.kernels)
+    return head.apply({"params": weights.draft}, targets, positions, method="context_rows")
 
 
 def _apply(model: Model, weights: Weights, layer: int, method: str, *args) -> tuple:

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from v41flash.serving import decode, forward, prefill, replay
+from v41flash.serving import decode, forward, prefill, replay, speculative
 from v41flash.serving.forward import Model
 
 
@@ -20,6 +20,7 @@ class Programs:
         exact_chunk, encoder_chunk, decoder_replay: of `v41flash.serving.prefill`.
         image_rows: of `v41flash.serving.forward`.
         begin, run: of `v41flash.serving.decode`.
+        speculate: `run` of `v41flash.serving.speculative`.
         recall: of `v41flash.serving.replay`.
     """
 
@@ -42,4 +43,6 @@ class Programs:
         self.decoder_replay = of_model(prefill.decoder_replay, donate_argnums=(1,))
         self.begin = jit(decode.begin, static_argnames="top")
         self.run = of_model(decode.run, donate_argnums=(1, 2), static_argnames=("size", "top"))
+        names = ("size", "min_confidence")
+        self.speculate = of_model(speculative.run, donate_argnums=(1, 2), static_argnames=names)
         self.recall = jit(replay.recall, donate_argnums=(1,))

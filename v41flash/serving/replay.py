@@ -55,6 +55,7 @@ def recall(
         decoder=state.decoder.restart(start),
         groups=jax.tree.map(jnp.zeros_like, state.groups),
         look_back=look_back,
+        draft=None if state.draft is None else state.draft.restart(start),
     )
 
 

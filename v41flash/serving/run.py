@@ -18,9 +18,14 @@ from v41flash.config import ConfigError, ModelConfig
 from v41flash.errors import InputError
 from v41flash.kernels import Kernels
 from v41flash.nn.ced import ALIGNMENT, CED
+from v41flash.nn.dspark import DSpark
 from v41flash.text import canonical
 from v41flash.text import tokenizer as tokenizer_lib
 from v41flash.text.tokenizer import Tokenizer
+
+
+# Where `train.draft` saves a draft head, below the run's folder.
+DRAFT_FOLDER = "draft"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +39,7 @@ class Run:
         tokenizer: of its data.
         token_map: i32 [tokenizer.vocab_size], canonical ids.
         step: updates done.
+        draft: parameters of the draft head that was trained on it, or None.
     """
 
     config: ModelConfig
@@ -42,6 +48,7 @@ class Run:
     tokenizer: Tokenizer
     token_map: np.ndarray
     step: int
+    draft: Any = None
 
     @classmethod
     def load(cls, workdir: str | Path, step: int | None = None) -> Run:
@@ -85,7 +92,56 @@ class Run:
             eos_id=config.eos_token_id,
             pad_id=config.pad_token_id,
         )
-        return cls(config, kernels, params, tokenizer, canonical.canonical_map(tokenizer), step)
+        draft = None
+        if (workdir / DRAFT_FOLDER).is_dir():
+            config, draft = _draft(config, workdir / DRAFT_FOLDER)
+        token_map = canonical.canonical_map(tokenizer)
+        return cls(config, kernels, params, tokenizer, token_map, step, draft)
+
+
+def with_draft(config: ModelConfig, fields: Mapping[str, Any]) -> ModelConfig:
+    """The model with a draft head: `fields` are those of ModelConfig that describe it.
+
+    Raises:
+        InputError: they do not make one.
+    """
+    fields = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
+    own = config.compress_ratios[: config.num_hidden_layers]
+    ratios = own + (0,) * fields["num_nextn_predict_layers"]
+    try:
+        return dataclasses.replace(config, compress_ratios=ratios, **fields)
+    except ConfigError as error:
+        raise InputError(f"draft head: {error}") from error
+
+
+def _draft(config: ModelConfig, folder: Path) -> tuple[ModelConfig, Any]:
+    """(the model with its draft head, the head's parameters)."""
+    with Checkpoints(folder) as stored:
+        step = stored.latest_step()
+        if step is None:
+            raise InputError(f"{folder}: holds no draft head")
+        config = with_draft(config, stored.meta(step)["model"])
+        return config, stored.restore_params(step, _on_device(abstract_draft(config)))
+
+
+def abstract_draft(config: ModelConfig) -> Any:
+    """Shapes of a draft head's parameters."""
+    return jax.eval_shape(lambda key: init_draft(DSpark(config), key), jax.random.key(0))
+
+
+def init_draft(head: DSpark, key: jax.Array) -> Any:
+    """Fresh parameters of a draft head."""
+    config = head.config
+    one, d = jnp.ones(1, jnp.int32), config.hidden_size
+    hidden = jnp.zeros((1, 1, len(config.dspark_target_layer_ids) * d), config.dtype)
+    row = jnp.zeros((1, 1, config.head_dim), config.dtype)
+    embed = jnp.zeros((config.vocab_size, d))
+
+    def everything(module: DSpark) -> None:
+        module.context_rows(hidden, one[None])
+        module(one, one, (row,) * config.num_nextn_predict_layers, one, embed, embed.T)
+
+    return nn.unbox(head.init(key, method=everything))["params"]
 
 
 def _model(values: Mapping[str, Any], step: int) -> ModelConfig:
@@ -120,7 +176,11 @@ def _abstract(config: ModelConfig) -> Any:
     rows = (1, ALIGNMENT, config.num_engram_sites, config.engram_rows_per_token)
     inputs = row, row, row, jax.ShapeDtypeStruct(rows, jnp.int32)
     boxed = jax.eval_shape(CED(config).init, jax.random.key(0), *inputs)["params"]
+    return _on_device(nn.unbox(boxed))
+
+
+def _on_device(shapes: Any) -> Any:
     where = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     return jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), nn.unbox(boxed)
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where), shapes
     )

@@ -27,6 +27,8 @@ class State:
         decoder: of the decoder layers. Behind `positions` between a prefill's chunks.
         groups: tokens of incomplete groups, per KV source that pools several.
         look_back: int32 [B, N - 1], canonical ids before the next token; None without Engram.
+        draft: window rows of the draft head's blocks, kept with those of the decoder; None where
+            the weights have no head.
     """
 
     positions: jax.Array
@@ -35,6 +37,7 @@ class State:
     decoder: WindowCache
     groups: dict[int, CompressorState]
     look_back: jax.Array | None
+    draft: WindowCache | None
 
     @classmethod
     def create(
@@ -57,6 +60,7 @@ class State:
             decoder=WindowCache.create(config, batch, decoder),
             groups=CompressorState.create(config, batch),
             look_back=weights.hasher.start(batch) if weights.hasher else None,
+            draft=_draft_windows(config, batch) if weights.draft is not None else None,
         )
 
     def take(self, slots: jax.Array) -> State:
@@ -73,6 +77,7 @@ class State:
             decoder=_windows_at(self.decoder, slots),
             groups=jax.tree.map(lambda x: x[slots], self.groups),
             look_back=None if self.look_back is None else self.look_back[slots],
+            draft=_windows_at(self.draft, slots),
         )
 
     def put(self, slots: jax.Array, part: State) -> State:
@@ -96,7 +101,13 @@ class State:
             decoder=_windows_into(self.decoder, slots, part.decoder),
             groups=jax.tree.map(into, self.groups, part.groups),
             look_back=None if self.look_back is None else into(self.look_back, part.look_back),
+            draft=_windows_into(self.draft, slots, part.draft),
         )
+
+
+def _draft_windows(config: ModelConfig, batch: int) -> WindowCache:
+    blocks = range(config.num_nextn_predict_layers)
+    return dataclasses.replace(WindowCache.create(config, batch, blocks), first_layer=0)
 
 
 def _windows_at(windows: WindowCache | None, slots: jax.Array) -> WindowCache | None:
@@ -132,6 +143,7 @@ class Pending(NamedTuple):
         decoder_rows: likewise.
         projections: (kv, gate logits) [B, T, D] per KV source that pools several tokens.
         history: int32 [B, T, N] ids that each token hashes; None without Engram.
+        draft_rows: window rows [B, T, D] per block of the draft head, () without one.
     """
 
     cache: GlobalCache
@@ -139,6 +151,7 @@ class Pending(NamedTuple):
     decoder_rows: tuple[jax.Array, ...]
     projections: dict[int, tuple[jax.Array, jax.Array]]
     history: jax.Array | None
+    draft_rows: tuple[jax.Array, ...] = ()
 
 
 def commit(weights: Weights, state: State, pending: Pending, new: jax.Array) -> State:
@@ -161,16 +174,19 @@ def commit(weights: Weights, state: State, pending: Pending, new: jax.Array) -> 
     return State(
         positions=positions,
         cache=dataclasses.replace(pending.cache, lengths=lengths),
-        encoder=_appended(state.encoder, pending.encoder_rows, new),
-        decoder=_appended(state.decoder, pending.decoder_rows, new),
+        encoder=appended(state.encoder, pending.encoder_rows, new),
+        decoder=appended(state.decoder, pending.decoder_rows, new),
         groups=groups,
         look_back=look_back,
+        draft=appended(state.draft, pending.draft_rows, new),
     )
 
 
-def _appended(
+def appended(
     windows: WindowCache | None, rows: tuple[jax.Array, ...], new: jax.Array
 ) -> WindowCache | None:
+    """Windows with the first `new` int32 [B] of `rows`, [B, T, D] per layer; as they were without
+    any."""
     if not rows:
         return windows
     for place, values in enumerate(rows):

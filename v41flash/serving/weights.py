@@ -37,6 +37,7 @@ class Weights:
         token_map: int32 [V], canonical id of every token; None without Engram.
         hasher: Engram hashing; None without Engram.
         images: parameters of `v41flash.nn.vision.Images`; None without an image encoder.
+        draft: parameters of `v41flash.nn.dspark.DSpark`; None: no speculation.
     """
 
     embed: jax.Array
@@ -46,10 +47,15 @@ class Weights:
     token_map: jax.Array | None
     hasher: DeviceHasher | None
     images: Any
+    draft: Any
 
     @classmethod
     def create(
-        cls, config: ModelConfig, params: Any, token_map: np.ndarray | None = None
+        cls,
+        config: ModelConfig,
+        params: Any,
+        token_map: np.ndarray | None = None,
+        draft: Any = None,
     ) -> Weights:
         """Takes the parameter tree of `v41flash.nn.ced.CED` apart.
 
@@ -59,10 +65,17 @@ class Weights:
             token_map: int [V], canonical id of every token (`v41flash.text.canonical`), for models
                 with Engram. May be shorter than the vocabulary: ids that no tokenizer has count as
                 the pad.
+            draft: parameters of the draft head, or None.
 
         Raises:
-            ValueError: the map is missing, or does not fit the model.
+            ValueError: the map is missing, or does not fit the model; a draft head that reads
+                layers which prefill leaves out.
         """
+        first, targets = config.num_encoder_layers, config.dspark_target_layer_ids
+        if draft is not None and min(targets) < first:
+            raise ValueError(
+                f"dspark_target_layer_ids {targets}: must be layers of the decoder, from {first} on"
+            )
         layers = []
         for spec in config.layers:
             keys, index = names.place(config, spec.index)
@@ -79,6 +92,7 @@ class Weights:
             token_map=ids,
             hasher=hasher,
             images=jax.tree.map(jnp.asarray, params.get("images")),
+            draft=jax.tree.map(jnp.asarray, draft),
         )
 
 
