@@ -78,6 +78,7 @@ def parse(arguments: Sequence[str]) -> Arguments:
     flags.DEFINE_multi_string("stop", [], "Text that ends the answer.", **here)
     flags.DEFINE_boolean("exact", False, "Prefill by all layers over all tokens.", **here)
     flags.DEFINE_integer("replay", None, "Tokens of the decoder's replay.", **here)
+    flags.DEFINE_boolean("speculate", True, "Use the draft head, if there is one.", **here)
     flags.DEFINE_integer("chunk", Options.chunk, "Prompt tokens per step.", **here)
     try:
         rest = values(["eval.generate", *arguments])
@@ -163,11 +164,15 @@ def report(statistics: Statistics) -> str:
     s = statistics
     prefill = s.prompt_tokens / max(s.prefill_seconds, 1e-9)
     speed = s.tokens / max(s.decode_seconds, 1e-9)
+    drafts = ""
+    if s.rounds:
+        length = 1 + s.accepted / s.rounds
+        drafts = f"; {s.rounds:,} drafts checked, {length:.2f} tokens each"
     return (
         f"prefill {s.prompt_tokens:,} tokens, {s.prefill_seconds:.2f} s ({prefill:,.1f} tokens/s);"
         f" decode {s.tokens:,} tokens, {s.decode_seconds:.2f} s ({speed:,.1f} tokens/s), both with"
         f" compilation; global cache {s.cache_bytes_per_token:,.0f} bytes/token,"
-        f" {s.cache_bytes:,} bytes allocated; window rows {s.window_bytes:,} bytes"
+        f" {s.cache_bytes:,} bytes allocated; window rows {s.window_bytes:,} bytes{drafts}"
     )
 
 

@@ -2,9 +2,9 @@
 
     python -m train.draft --workdir=DIR [--steps=400 --blocks=2 --block_size=5 --layers=3,4,5]
 
-The head learns on the run's own training data to draft what the backbone would say: at random places
-of every row it drafts `block_size` tokens from the true ones, and for slot i, with p the backbone's
-distribution and q the draft's (report, speculation; weights as in the public DSpark training),
+The head learns on the run's own training data to draft what the backbone would say: at random
+places of every row it drafts `block_size` tokens from the true ones, and for slot i, with p the
+backbone's distribution and q the draft's (weights as in the public DSpark training),
 
     exp(-i / 4) (0.1 CE(q, true token) + 0.9 |q - p|_1 + BCE(confidence, 1 - |q - p|_1 / 2)).
 

@@ -23,7 +23,16 @@ from v41flash.cache import PAGE_TOKENS
 from v41flash.config import ModelConfig
 from v41flash.errors import InputError
 from v41flash.kernels import Kernels
-from v41flash.serving.decode import IDLE, LENGTH, NO_ROOM, STOP_SEQUENCE, STOP_TOKEN, Stops
+from v41flash.serving.decode import (
+    IDLE,
+    LENGTH,
+    NO_ROOM,
+    STOP_SEQUENCE,
+    STOP_TOKEN,
+    Chunk,
+    Sequences,
+    Stops,
+)
 from v41flash.serving.forward import Model
 from v41flash.serving.prefill import DEFAULT_CHUNK, prefill
 from v41flash.serving.programs import Programs
@@ -47,7 +56,7 @@ _REASONS = {
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """How a generator works; results do not depend on it but for `exact` and `replay`.
+    """How a generator works; results do not depend on it but for `exact`, `replay` and `speculate`.
 
     Attributes:
         batch_size: sequences that are decoded together at most.
@@ -56,6 +65,9 @@ class Options:
         exact: prefill by all layers over all tokens.
         replay: tokens that the decoder goes over at the end of a prefill; `sliding_window` when
             None.
+        speculate: draft several tokens at a time where there is a draft head. Greedy results stay
+            as they are, others keep their distribution.
+        min_confidence: see `speculative.run`.
     """
 
     batch_size: int = 8
@@ -63,6 +75,8 @@ class Options:
     steps: int = 32
     exact: bool = False
     replay: int | None = None
+    speculate: bool = True
+    min_confidence: float = 0.0
 
     def __post_init__(self):
         """Raises InputError where a number is below 1."""
@@ -128,6 +142,8 @@ class Statistics:
         cache_bytes: bytes that the largest batch's pages allocated.
         window_bytes: bytes of its window rows.
         cache_bytes_per_token: of the global cache.
+        rounds: verifications of drafts, summed over sequences; 0 without speculation.
+        accepted: drafted tokens that stood: each round emits one more.
     """
 
     prompt_tokens: int = 0
@@ -137,6 +153,8 @@ class Statistics:
     cache_bytes: int = 0
     window_bytes: int = 0
     cache_bytes_per_token: float = 0.0
+    rounds: int = 0
+    accepted: int = 0
 
 
 class Generator:
@@ -156,6 +174,7 @@ class Generator:
         tokenizer: Tokenizer,
         *,
         token_map: np.ndarray | None = None,
+        draft: Any = None,
         kernels: Kernels | None = None,
         options: Options | None = None,
         compiler_options: dict[str, Any] | None = None,
@@ -167,12 +186,13 @@ class Generator:
             params: parameter tree of `v41flash.nn.ced.CED`.
             tokenizer: whose ids the model knows.
             token_map: canonical ids of the tokens; needed where the model has Engram.
+            draft: parameters of the draft head, or None.
             kernels: implementations to run; the ops' own choice when None.
             options: how to work; the defaults when None.
             compiler_options: of XLA.
         """
         self.config, self.tokenizer, self.options = config, tokenizer, options or Options()
-        self.weights = Weights.create(config, params, token_map)
+        self.weights = Weights.create(config, params, token_map, draft)
         self.programs = Programs(Model(config, kernels or Kernels()), compiler_options)
         self.statistics = Statistics()
         # Specials other than the end are no text, nor is what the vocabulary has beyond the
@@ -198,6 +218,7 @@ class Generator:
             run.params,
             run.tokenizer,
             token_map=run.token_map,
+            draft=run.draft,
             kernels=run.kernels,
             options=options,
         )
@@ -346,13 +367,27 @@ class Generator:
             going = np.isin(np.arange(batch), list(running))
             sequences = sequences._replace(finish=jnp.where(going, sequences.finish, IDLE))
             started = time.perf_counter()
-            state, sequences, chunk = self.programs.run(
-                self.weights, state, sequences, sampling, stops, options.steps, size=options.steps
-            )
+            state, sequences, chunk = self._decode(state, sequences, sampling, stops)
             steps = int(chunk.steps)
             new, logprobs = np.asarray(chunk.tokens)[:steps], np.asarray(chunk.logprobs)[:steps]
             self.statistics.tokens += int(np.sum(new >= 0))
             self.statistics.decode_seconds += time.perf_counter() - started
+
+    def _decode(
+        self, state: State, sequences: Sequences, sampling: Sampling, stops: Stops
+    ) -> tuple[State, Sequences, Chunk]:
+        """One compiled call: some tokens of every running sequence."""
+        options, arguments = self.options, (self.weights, state, sequences, sampling, stops)
+        if self.weights.draft is None or not options.speculate:
+            return self.programs.run(*arguments, options.steps, size=options.steps)
+        # A round emits up to a whole draft and one more token.
+        size = max(options.steps, self.config.dspark_block_size + 1)
+        state, sequences, chunk, rounds = self.programs.speculate(
+            *arguments, size, size=size, min_confidence=options.min_confidence
+        )
+        self.statistics.rounds += int(rounds.rounds.sum())
+        self.statistics.accepted += int(rounds.accepted.sum())
+        return state, sequences, chunk
 
     def _piece(
         self,

@@ -23,7 +23,6 @@ from v41flash.text import canonical
 from v41flash.text import tokenizer as tokenizer_lib
 from v41flash.text.tokenizer import Tokenizer
 
-
 # Where `train.draft` saves a draft head, below the run's folder.
 DRAFT_FOLDER = "draft"
 

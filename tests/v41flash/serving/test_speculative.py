@@ -72,7 +72,10 @@ def test_verified_tokens_have_the_backbones_distribution(settings, kept):
 
     verdict = rounds(jnp.full(COUNT, 7, jnp.int32))
     tokens, accepted = np.asarray(verdict.tokens), np.asarray(verdict.accepted)
-    assert accepted.max() <= kept and (settings["temperature"] == 0 or accepted.max() == kept)
+    assert accepted.max() <= kept
+    if settings in (dict(temperature=1.0), dict(temperature=1.3)):
+        # Nothing is cut off, so any draft has a chance.
+        assert accepted.max() == kept
 
     def check(found, expected):
         share = np.bincount(found, minlength=VOCABULARY) / len(found)
