@@ -106,7 +106,13 @@ def parse(arguments: Sequence[str]) -> Arguments:
         effort=effort,
         system=values.system,
         settings={name: values[name].value for name in names},
-        options=Options(batch_size=1, chunk=values.chunk, exact=values.exact, replay=values.replay),
+        options=Options(
+            batch_size=1,
+            chunk=values.chunk,
+            exact=values.exact,
+            replay=values.replay,
+            speculate=values.speculate,
+        ),
     )
 
 
