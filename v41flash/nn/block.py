@@ -152,6 +152,7 @@ class Unit(nn.Module):
                 in_axes=(nn.broadcast, nn.broadcast),
                 length=self.group.reuse,
                 metadata_params={nn.PARTITION_NAME: "layers"},
+                check_constancy_invariants=False,
             )
             reuse = scanned(
                 cfg, cfg.layers[self.group.start + 1], self.kernels, teacher, name="reuse"
