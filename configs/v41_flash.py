@@ -35,8 +35,13 @@ def get_config():
     config.optimizer.decay_from = _step(28)
     config.optimizer.decay_until = _step(40)
 
+    # The encoder learns once the rate decays, at a smaller rate; how much smaller is not public.
+    config.optimizer.vision_lr_factor = 0.1
+    config.train.freeze_vision = True
+
     config.train.steps = _step(45)
     config.train.stages = (
+        (_step(28), {"train.freeze_vision": False}),
         (
             _step(34),
             {

@@ -43,6 +43,7 @@ DISTRIBUTIONS = {
     "jaxlib": "jax",
     "lm_eval": "lm-eval",
     "orbax": "orbax-checkpoint",
+    "sklearn": "scikit-learn",
 }
 MAX_LINES = 700
 MAX_KERNEL_LINES = 900

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -23,8 +24,9 @@ _ROUTED = ("w13", "w2")
 def activated_parameters(config: ModelConfig, params: Any) -> int:
     """Parameters that one token is multiplied with.
 
-    Layers and head count, tables that are only looked up (embedding, Engram) do not; of the routed
-    experts, the chosen ones. This is the convention of the published 16B.
+    Layers and head count, tables that are only looked up (embedding, Engram) do not, nor does what
+    only images pass through; of the routed experts, the chosen ones. This is the convention of the
+    published 16B.
 
     Args:
         config: the model.
@@ -34,7 +36,7 @@ def activated_parameters(config: ModelConfig, params: Any) -> int:
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         names = path_names(path)
         count = math.prod(leaf.shape)
-        if names[-1] in ("embed", "table"):
+        if names[-1] in ("embed", "table") or names[0] == "images":
             continue
         if names[-2:-1] == ("ffn",) and names[-1] in _ROUTED:
             count = count * config.num_experts_per_tok // config.n_routed_experts
@@ -69,6 +71,28 @@ def attention_flops(config: ModelConfig, length: int) -> np.ndarray:
                 total += 2.0 * config.index_n_heads * config.index_head_dim * scored
         total += 4.0 * config.num_attention_heads * config.head_dim * keys
     return total
+
+
+def image_flops(config: ModelConfig, batch: Mapping[str, np.ndarray]) -> float:
+    """Forward FLOPs of the images of a batch: encoder, attention within each image, aligner.
+
+    Args:
+        config: the model.
+        batch: with the arrays of `v41flash.nn.vision.ImageBatch` as image_*; without, 0.
+    """
+    if "image_source" not in batch:
+        return 0.0
+    vision, segments = config.vision, batch["image_segments"]
+    width, each = vision.hidden_size, vision.downsample_ratio**2
+    patches = (batch["image_places"][..., 0] >= 0).sum(-1)
+    slots = np.arange(segments[..., 0].size).reshape(segments.shape[:-1])
+    image = slots[..., None] * (1 + segments.max()) + segments
+    of_image = np.bincount(image.ravel(), weights=patches.ravel())
+    block = 4 * width**2 + 3 * width * vision.intermediate_size
+    a_patch = 3 * vision.patch_size**2 * width + vision.num_hidden_layers * block
+    a_token = each * width * config.hidden_size + config.hidden_size**2
+    attention = 4.0 * vision.num_hidden_layers * width * np.sum(of_image**2)
+    return float(2 * a_patch * patches.sum() + attention + 2 * a_token * (segments > 0).sum())
 
 
 def matmul_ceiling(size: int = 8192, products: int = 8) -> float | None:

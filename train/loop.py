@@ -212,6 +212,7 @@ class _Run:
                 batch, host = pipeline.split_host_fields(next(iterator))
                 queries = batch["positions"][batch["segment_ids"] > 0]
                 flops = 6.0 * self.activated * queries.size + 3.0 * attention_flops[queries].sum()
+                flops += 3.0 * flops_lib.image_flops(stage.settings.model, batch)
                 batch = step_lib.to_device(batch, plan.mesh)
                 if update is None:
                     update = self._compile(index, batch)

@@ -7,10 +7,11 @@ router_bias (moved by the load balancing rule, never by a gradient).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from train.settings import OptimizerSettings
@@ -34,6 +35,31 @@ def is_indexer(names: tuple[str, ...]) -> bool:
 def kinds(params: Any) -> Any:
     """The tree of labels of a parameter tree."""
     return labels(V41_RULES)(params)
+
+
+def is_vision(names: tuple[str, ...]) -> bool:
+    """Whether a parameter is the image encoder's, but for its last norm: what may be frozen."""
+    return names[:2] == ("images", "vision") and names[2:] != ("norm",)
+
+
+def _map_vision(function: Callable[[jax.Array], jax.Array], tree: Any) -> Any:
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: function(leaf) if is_vision(path_names(path)) else leaf, tree
+    )
+
+
+def with_frozen_vision(params: Any) -> Any:
+    """The parameters, those of the image encoder without a gradient."""
+    return _map_vision(jax.lax.stop_gradient, params)
+
+
+def without_vision(updates: Any) -> Any:
+    """The updates, those of the image encoder zero: decay and momentum move nothing either."""
+    return _map_vision(jnp.zeros_like, updates)
+
+
+def _vision_mask(params: Any) -> Any:
+    return jax.tree_util.tree_map_with_path(lambda path, _: is_vision(path_names(path)), params)
 
 
 def schedule(settings: OptimizerSettings) -> optax.Schedule:
@@ -111,6 +137,9 @@ def build(
             mesh=mesh,
             rules=rules(settings.name),
         )
+    if settings.vision_lr_factor != 1:
+        slower = optax.masked(optax.scale(settings.vision_lr_factor), _vision_mask)
+        transform = optax.chain(transform, slower)
     if not settings.clip_norm:
         return transform
     clip = optax.masked(optax.clip_by_global_norm(settings.clip_norm), clipped)

@@ -144,3 +144,9 @@ def _check_layout(settings: Settings, mesh: Mesh) -> None:
         raise SettingsError(
             f"data.sequence_length = {length}: must be a multiple of mesh.context {context}"
         )
+    slots = settings.data.image_slots
+    if settings.data.image_field and slots % context:
+        raise SettingsError(
+            f"data.image_slots = {slots}: must be a multiple of mesh.context {context}, over which "
+            "images are spread"
+        )

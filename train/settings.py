@@ -83,6 +83,8 @@ class OptimizerSettings:
     update_rms: float = 0.18
     # Times the learning rate: the Engram tables' rate under v41.
     engram_lr_factor: float = 5.0
+    # Times the learning rate: that of the image encoder (not of its last norm and the aligner).
+    vision_lr_factor: float = 1.0
 
     def __post_init__(self):
         """Checks the values."""
@@ -96,6 +98,7 @@ class OptimizerSettings:
             "clip_norm",
             "update_rms",
             "engram_lr_factor",
+            "vision_lr_factor",
         ):
             value = getattr(self, name)
             _require(0 <= value < math.inf, f"optimizer.{name}", value, "at least 0, finite")
@@ -148,6 +151,9 @@ class TrainSettings:
     router_bias_speed: float = 1e-3
     # Steps at the start in which every visible entry is attended and the indexers learn from all.
     indexer_warmup_steps: int = 0
+    # Leave the image encoder as it is; its last norm and the aligner are trained all the same. The
+    # published recipe does so until the learning rate begins to decay (train.stages).
+    freeze_vision: bool = False
     # ((from_step, {"model.key": value, "data.key": value, ...}), ...)
     stages: tuple = ()
     # Tokens whose logits exist at once in the loss.

@@ -29,6 +29,7 @@ STAGED = (
     "train.balance_weight",
     "train.indexer_weight",
     "train.router_bias_speed",
+    "train.freeze_vision",
 )
 
 

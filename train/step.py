@@ -21,6 +21,7 @@ from train.settings import Settings
 from v41flash import sharding
 from v41flash.config import ModelConfig
 from v41flash.nn import ced, moe
+from v41flash.nn.vision import ImageBatch
 
 Batch = Mapping[str, jax.Array]
 
@@ -154,6 +155,12 @@ class _Sums(NamedTuple):
     metrics: dict[str, jax.Array]
 
 
+def _images(batch: Batch) -> ImageBatch | None:
+    if "image_source" not in batch:
+        return None
+    return ImageBatch(*(batch[f"image_{name}"] for name in ImageBatch._fields))
+
+
 def _model_outputs(model: ced.CED, params: Any, batch: Batch) -> tuple[ced.Outputs, Any]:
     outputs, state = model.apply(
         {"params": params},
@@ -161,6 +168,7 @@ def _model_outputs(model: ced.CED, params: Any, batch: Batch) -> tuple[ced.Outpu
         batch["positions"],
         batch["segment_ids"],
         batch["engram_rows"],
+        _images(batch),
         mutable=["router_load"],
     )
     return outputs, state["router_load"]
@@ -237,6 +245,8 @@ def make_train_step(
 
     def share(params, batch, totals):
         """This microbatch's share of the step's loss: shares sum to exact means."""
+        if train.freeze_vision:
+            params = optimizer_lib.with_frozen_vision(params)
         outputs, router_load = _model_outputs(model, params, batch)
         counts = _counts(batch)
         entropy = _cross_entropy(params, outputs.hidden, batch, train.loss_chunk_tokens)
@@ -284,6 +294,8 @@ def make_train_step(
                 micro,
             )
         updates, opt_state = optimizer.update(done.gradients, state.opt_state, state.params)
+        if train.freeze_vision:
+            updates = optimizer_lib.without_vision(updates)
         params = optax.apply_updates(state.params, updates)
         params = moe.update_router_bias(params, done.router_load, train.router_bias_speed)
         grad_norm, indexer_grad_norm = _split_norm(done.gradients)

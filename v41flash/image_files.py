@@ -51,10 +51,20 @@ class Patches(NamedTuple):
 
 
 def from_data_url(url: str, name: str = "image") -> Image:
-    """Decodes a `data:image/..;base64,..` URL; other URLs are refused, nothing is ever fetched.
+    """Decodes the image of a data URL; see `decode_data_url` and `from_bytes`."""
+    return from_bytes(decode_data_url(url, name), name)
+
+
+def from_file(path: str | Path) -> Image:
+    """Decodes an image file; see `read_file` and `from_bytes`."""
+    return from_bytes(read_file(path), str(path))
+
+
+def decode_data_url(url: str, name: str = "image") -> bytes:
+    """Contents of a `data:image/..;base64,..` URL; other URLs are refused, nothing is fetched.
 
     Raises:
-        ImageError: another URL, broken base64, or what `from_bytes` refuses.
+        ImageError: another URL, broken base64, or more than `MAX_BYTES`.
     """
     head, comma, body = url.partition(",")
     if not comma or not head.startswith("data:") or not head.endswith(";base64"):
@@ -62,17 +72,16 @@ def from_data_url(url: str, name: str = "image") -> Image:
     if len(body) > MAX_BYTES * 4 // 3 + 4:
         raise ImageError(f"{name}: larger than {MAX_BYTES:,} bytes")
     try:
-        data = base64.b64decode(body, validate=True)
+        return base64.b64decode(body, validate=True)
     except (binascii.Error, ValueError) as error:
         raise ImageError(f"{name}: broken base64: {error}") from error
-    return from_bytes(data, name)
 
 
-def from_file(path: str | Path) -> Image:
-    """Reads and decodes a file.
+def read_file(path: str | Path) -> bytes:
+    """Contents of a file.
 
     Raises:
-        ImageError: it cannot be read, or `from_bytes` refuses it.
+        ImageError: it cannot be read, or has more than `MAX_BYTES`.
     """
     path = Path(path)
     try:
@@ -82,7 +91,7 @@ def from_file(path: str | Path) -> Image:
         raise ImageError(f"{path}: cannot be read: {error}") from error
     if size > MAX_BYTES:
         raise ImageError(f"{path}: {size:,} bytes: must be at most {MAX_BYTES:,}")
-    return from_bytes(data, str(path))
+    return data
 
 
 def from_bytes(data: bytes, name: str = "image", max_pixels: int = MAX_PIXELS) -> Image:
@@ -143,39 +152,50 @@ def plan_of(config: VisionConfig, width: int, height: int) -> ImagePlan:
     )
 
 
+def planned(config: VisionConfig, width: int, height: int, name: str = "image") -> ImagePlan:
+    """`plan_of`, for images of which something is left in it.
+
+    Raises:
+        ImageError: one side is so short beside the other that it would vanish.
+    """
+    result = plan_of(config, width, height)
+    size = result.pixels
+    scale = min(size.width / width, size.height / height)
+    if round(scale * min(width, height)) < 1:
+        raise ImageError(
+            f"{name}: {width} x {height}: too long and narrow for {size.width} x {size.height}"
+        )
+    return result
+
+
 def to_patches(config: VisionConfig, image: Image, name: str = "image") -> Patches:
     """Resizes an image by its plan (bicubic, proportions kept, the rest grey) and cuts it.
 
     Raises:
-        ImageError: one side is so short beside the other that nothing of it would be left.
+        ImageError: see `planned`.
     """
     from PIL import Image as pillow
     from PIL import ImageOps
 
-    planned = plan_of(config, *image.size)
-    size = (planned.pixels.width, planned.pixels.height)
-    scale = min(size[0] / image.width, size[1] / image.height)
-    if round(scale * min(image.size)) < 1:
-        raise ImageError(
-            f"{name}: {image.width} x {image.height}: too long and narrow for {size[0]} x {size[1]}"
-        )
+    result = planned(config, *image.size, name)
+    size = (result.pixels.width, result.pixels.height)
     padded = ImageOps.pad(image, size, method=pillow.Resampling.BICUBIC, color=_GREY)
-    return cut(config, np.asarray(padded), planned)
+    return cut(config, np.asarray(padded), result)
 
 
-def cut(config: VisionConfig, pixels: np.ndarray, planned: ImagePlan) -> Patches:
+def cut(config: VisionConfig, pixels: np.ndarray, layout: ImagePlan) -> Patches:
     """Cuts uint8 pixels [height, width, 3] of the planned size into patches, token by token."""
     side, ratio = config.patch_size, config.downsample_ratio
-    rows, columns = planned.patches
-    whole = Grid(*(ratio * tokens for tokens in planned.tokens))
+    rows, columns = layout.patches
+    whole = Grid(*(ratio * tokens for tokens in layout.tokens))
     patches = np.zeros((*whole, 3, side, side), np.uint8)
     patches[:rows, :columns] = pixels.reshape(rows, side, columns, side, 3).transpose(0, 2, 4, 1, 3)
     places = np.full((*whole, 2), -1, np.int32)
     places[:rows, :columns] = np.stack(np.mgrid[:rows, :columns], axis=-1)
 
     def by_token(x: np.ndarray) -> np.ndarray:
-        grid = (planned.tokens.height, ratio, planned.tokens.width, ratio)
+        grid = (layout.tokens.height, ratio, layout.tokens.width, ratio)
         x = x.reshape(*grid, -1).transpose(0, 2, 1, 3, 4)
         return np.ascontiguousarray(x.reshape(-1, ratio * ratio, x.shape[-1]))
 
-    return Patches(by_token(patches), by_token(places), planned)
+    return Patches(by_token(patches), by_token(places), layout)

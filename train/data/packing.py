@@ -14,6 +14,8 @@ end up next to each other.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -51,6 +53,18 @@ class Plan:
         """Share of the rows' tokens that belong to no document; 0 without rows."""
         total = self.num_rows * self.sequence_length
         return 1.0 - int(self.length.sum(dtype=np.int64)) / total if total else 0.0
+
+
+class Limit(NamedTuple):
+    """What a row may hold beside its tokens.
+
+    Attributes:
+        weights: sizes that a document (by index) brings along; [] where it brings nothing.
+        fits: whether all of these go into one row. A single document's always do.
+    """
+
+    weights: Callable[[int], list[int]]
+    fits: Callable[[Sequence[int]], bool]
 
 
 def cut(lengths: np.ndarray, sequence_length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -109,6 +123,41 @@ def best_fit(units: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray, 
     return row, offset, rows
 
 
+def _spread(
+    row: np.ndarray,
+    offset: np.ndarray,
+    rows: int,
+    units: np.ndarray,
+    capacity: int,
+    weights: Sequence[list[int]],
+    fits: Callable[[Sequence[int]], bool],
+) -> tuple[np.ndarray, np.ndarray, int]:
+    """Moves pieces out of rows whose weights do not fit, into rows of their own.
+
+    Arguments and results as of `best_fit`. What is moved is packed again in the order in which it
+    was met, into the last new row while it fits there: a moved piece left a row for its weights,
+    so that the new rows are rarely short of room.
+    """
+    row, offset = row.copy(), offset.copy()
+    held: list[list[int]] = [[] for _ in range(rows)]
+    moved = []
+    for piece in np.lexsort((offset, row)):
+        if not weights[piece]:
+            continue
+        together = held[row[piece]] + weights[piece]
+        if fits(together):
+            held[row[piece]] = together
+        else:
+            moved.append(piece)
+    used, together = capacity, []
+    for piece in moved:
+        if used + units[piece] > capacity or not fits(together + weights[piece]):
+            rows, used, together = rows + 1, 0, []
+        row[piece], offset[piece] = rows - 1, used
+        used, together = used + units[piece], together + weights[piece]
+    return row, offset, rows
+
+
 def pack(
     lengths: np.ndarray,
     sequence_length: int,
@@ -116,6 +165,7 @@ def pack(
     seed: int,
     epoch: int,
     window: int = 4096,
+    limit: Limit | None = None,
 ) -> Plan:
     """Packs one epoch.
 
@@ -125,6 +175,8 @@ def pack(
         seed: with `epoch`, decides the order of pieces and rows.
         epoch: counts from 0.
         window: pieces that are packed together.
+        limit: on what else the documents of a row bring along; documents that bring anything must
+            fit one row whole.
 
     Returns:
         The plan; equal arguments give equal plans.
@@ -145,10 +197,14 @@ def pack(
     units = -(-length.astype(np.int64) // ALIGNMENT)
     row = np.empty(len(document), np.int64)
     offset = np.empty(len(document), np.int64)
-    rows = 0
+    rows, capacity = 0, sequence_length // ALIGNMENT
     for low in range(0, len(document), window):
         part = slice(low, low + window)
-        row[part], offset[part], used = best_fit(units[part], sequence_length // ALIGNMENT)
+        packed = best_fit(units[part], capacity)
+        if limit is not None:
+            weights = [limit.weights(index) for index in document[part]]
+            packed = _spread(*packed, units[part], capacity, weights, limit.fits)
+        row[part], offset[part], used = packed
         row[part] += rows
         rows += used
     row = rng.permutation(rows)[row]

@@ -18,6 +18,7 @@ R table rows per token and site):
     segment_ids   i32[B,T]       1, 2, .. per document piece in the row; 0 on padding
     positions     i32[B,T]       0-based inside the piece; 0 on padding
     engram_rows   i32[B,T,S,R]   offset included
+    image_*       with images: see `v41flash.nn.vision.ImageBatch`
     document_ids  i64[B,T//8]    host field: ids of the row's documents in order, -1 padded
     row_bytes     i64[B]         host field: bytes of text that the row's targets stand for
 
@@ -26,10 +27,15 @@ s alone; host h of n gets rows [h*B/n, (h+1)*B/n) of it.
 
 Keys of `config.data` (`default_config()` returns them):
 
-    kind               "builtin"  builtin | text | jsonl | parquet | array_record
-    path               ""         a file, a folder or a glob (not for builtin)
+    kind               "builtin"  builtin | digits | text | jsonl | parquet | array_record
+    path               ""         a file, a folder or a glob (not for builtin and digits)
     pattern            ""         glob inside the folder; "" = the kind's own (text: every file)
     text_field         "text"     field of a row; "" = ArrayRecord records are themselves text
+    image_field        ""         field of a row's images (`train.data.images`); "" = text alone
+    image_marker       "<image>"  stands in the text where an image goes
+    image_slots        1          slots of images a row; documents with images are never cut
+    image_slot_tokens  1024       image tokens a slot: one image or several
+    bad_images         "error"    "error", or "skip": leave out rows with an unusable image
     tokenizer          "byte"     "byte" | "published" | path of a tokenizer.json
     sequence_length    256        tokens a row, a multiple of 8
     batch_size         8          rows of the global batch
@@ -54,9 +60,11 @@ from ml_collections import ConfigDict
 
 from train.data import packing, sources
 from train.data import store as store_lib
+from train.data.images import ImageFields, ImageLayout, row_limit, usable
 from train.data.stream import Batch, Epochs, Steps, TrainIterator
 from v41flash.config import ModelConfig
 from v41flash.errors import InputError
+from v41flash.image_rows import TEXT, RowImage
 from v41flash.text import canonical
 from v41flash.text import tokenizer as tokenizer_lib
 from v41flash.text.engram_hash import EngramHasher
@@ -74,6 +82,11 @@ def default_config() -> ConfigDict:
             path="",
             pattern="",
             text_field="text",
+            image_field="",
+            image_marker="<image>",
+            image_slots=1,
+            image_slot_tokens=1024,
+            bad_images="error",
             tokenizer="byte",
             sequence_length=256,
             batch_size=8,
@@ -108,8 +121,10 @@ def _build_batch(
     rows: list[tuple[packing.Plan, int]],
     sequence_length: int,
     pad_id: int,
+    layout: ImageLayout | None,
 ) -> Batch:
     """Packs `rows`: plan and row number each; a row past the plan's end is all padding."""
+    pictures: list[list[RowImage]] = [[] for _ in rows]
     shape = (len(rows), sequence_length)
     batch = dict(
         tokens=np.full(shape, pad_id, np.int32),
@@ -136,7 +151,12 @@ def _build_batch(
             batch["document_ids"][b, segment] = store.document_ids[document]
             size = int(store.document_bytes[document])
             batch["row_bytes"][b] += _piece_bytes(size, len(tokens), start, length)
-    return batch
+            if store.images is not None:
+                pictures[b] += [
+                    store.images.row_image(layout.vision, number, place.start)
+                    for number in store.images.of(document)
+                ]
+    return batch if layout is None else layout.add(batch, pictures)
 
 
 def check_hosts(batch_size: int, host_count: int) -> int:
@@ -162,6 +182,7 @@ class Data:
         token_map: i32[tokenizer.vocab_size], token id -> canonical id.
         hasher: Engram rows of the model.
         store: the tokenised corpus.
+        layout: the room for images in a batch; None where the corpus is text alone.
     """
 
     config: ConfigDict
@@ -169,6 +190,7 @@ class Data:
     token_map: np.ndarray
     hasher: EngramHasher
     store: store_lib.Store
+    layout: ImageLayout | None = None
 
     @property
     def fingerprint(self) -> str:
@@ -180,23 +202,55 @@ class Data:
         )
 
     def documents(self, split: str) -> np.ndarray:
-        """Indices of a split's documents in the store; split is "train" or "heldout"."""
-        return self.store.split(split, self.config.held_out_fraction)
+        """Indices of a split's documents in the store; split is "train" or "heldout".
+
+        Documents with images that do not fit one row are left out.
+        """
+        documents = self.store.split(split, self.config.held_out_fraction)
+        return documents[self._fitting[documents]]
+
+    @functools.cached_property
+    def _fitting(self) -> np.ndarray:
+        store, length = self.store, self.config.sequence_length
+        if store.images is None:
+            return np.ones(len(store.document_ids), bool)
+        return usable(store.lengths, store.images, length, self.layout)
+
+    def _limit(self, documents: np.ndarray) -> packing.Limit | None:
+        images = self.store.images
+        return None if images is None else row_limit(images, documents, self.layout)
 
     @functools.cached_property
     def _epochs(self) -> Epochs:
-        lengths = self.store.lengths[self.documents("train")]
-        config = self.config
-        return Epochs(lengths, config.sequence_length, config.seed, config.pack_window)
+        documents, config = self.documents("train"), self.config
+        return Epochs(
+            self.store.lengths[documents],
+            config.sequence_length,
+            config.seed,
+            config.pack_window,
+            self._limit(documents),
+        )
 
     @functools.cached_property
     def _heldout_plan(self) -> packing.Plan:
-        lengths = self.store.lengths[self.documents("heldout")]
-        return packing.pack(lengths, self.config.sequence_length, seed=0, epoch=0)
+        documents, length = self.documents("heldout"), self.config.sequence_length
+        lengths, limit = self.store.lengths[documents], self._limit(documents)
+        return packing.pack(lengths, length, seed=0, epoch=0, limit=limit)
 
-    def engram_rows(self, tokens: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """Table rows i32[B,T,S,R] of token ids and positions, i32[B,T] each."""
-        return self.hasher.rows(self.token_map[tokens], positions)
+    def engram_rows(
+        self, tokens: np.ndarray, positions: np.ndarray, images: np.ndarray | None = None
+    ) -> np.ndarray:
+        """Table rows i32[B,T,S,R] of token ids and positions, i32[B,T] each.
+
+        Args:
+            tokens: ids.
+            positions: inside their document.
+            images: bool[B,T], tokens of images, at which the look-back latches; None: no image.
+        """
+        if images is not None:
+            # They hash as padding, and need not be ids of the tokenizer.
+            tokens = np.where(images, self.tokenizer.pad_id, tokens)
+        return self.hasher.rows(self.token_map[tokens], positions, images)
 
     def train_iterator(
         self, start_step: int = 0, *, host_index: int = 0, host_count: int = 1
@@ -267,6 +321,8 @@ class Data:
         return [self._text(self.store.document_tokens(i)) for i in self.documents("train")]
 
     def _text(self, tokens: np.ndarray) -> bytes:
+        if self.store.images is not None:
+            tokens = tokens[tokens != self.store.meta["image_token"]]
         if isinstance(self.tokenizer, tokenizer_lib.ByteTokenizer):
             # A piece may end inside a character.
             return self.tokenizer.decode_bytes(tokens)
@@ -278,10 +334,13 @@ class Data:
 
     def _batch(self, documents: np.ndarray, rows: list[tuple[packing.Plan, int]]) -> Batch:
         length = self.config.sequence_length
-        return _build_batch(self.store, documents, rows, length, self.tokenizer.pad_id)
+        pad = self.tokenizer.pad_id
+        return _build_batch(self.store, documents, rows, length, pad, self.layout)
 
     def _with_engram_rows(self, batch: Batch) -> Batch:
-        return batch | {"engram_rows": self.engram_rows(batch["tokens"], batch["positions"])}
+        images = None if self.layout is None else batch["image_source"] != TEXT
+        rows = self.engram_rows(batch["tokens"], batch["positions"], images)
+        return batch | {"engram_rows": rows}
 
     def epoch_rows(self) -> tuple[int, float]:
         """Rows of the first training epoch, and the share of their tokens that is padding."""
@@ -304,6 +363,12 @@ class Data:
             f"  an epoch: {rows:,} rows of {config.sequence_length}, {rows // config.batch_size:,} "
             f"steps of {config.batch_size} rows, padding {padding:.1%}",
         ]
+        if store.images is not None:
+            count, left_out = len(store.images.image_starts), int((~self._fitting).sum())
+            lines.append(
+                f"  {count:,} images, {int(store.images.sizes.sum()):,} image tokens; "
+                f"{left_out:,} documents left out whose images do not fit a row"
+            )
         if store.meta["repeated_documents"]:
             lines.append(f"  left out {store.meta['repeated_documents']:,} repeated documents")
         if store.skipped:
@@ -335,6 +400,8 @@ def check_config(config: ConfigDict) -> None:
         ("pack_window", 1),
         ("prefetch", 0),
         ("seed", 0),
+        ("image_slots", 1),
+        ("image_slot_tokens", 1),
     ):
         if config[key] < least:
             raise InputError(f"data.{key}={config[key]}: must be at least {least}")
@@ -348,6 +415,12 @@ def check_config(config: ConfigDict) -> None:
             f"data.held_out_fraction={config.held_out_fraction}: must be above 0 and below 1 (a "
             "run ends with a held-out evaluation)"
         )
+    if config.bad_images not in ("error", "skip"):
+        raise InputError(f"data.bad_images={config.bad_images!r}: must be 'error' or 'skip'")
+    if config.image_field and not config.image_marker:
+        raise InputError("data.image_marker is empty: must be what stands in the text for an image")
+    if config.kind == "digits" and not config.image_field:
+        raise InputError('data.image_field is empty: data.kind="digits" has images, name a field')
     if config.kind not in sources.KINDS:
         raise InputError(f"data.kind={config.kind!r}: must be one of {', '.join(sources.KINDS)}")
 
@@ -361,6 +434,23 @@ class _Corpus:
     store: store_lib.Store
 
 
+def _image_fields(config: ConfigDict, model: ModelConfig) -> ImageFields | None:
+    if not config.image_field:
+        return None
+    if model.vision is None:
+        raise InputError(
+            f"data.image_field={config.image_field!r}: model.vision is None, so this model takes "
+            "no images"
+        )
+    return ImageFields(
+        field=config.image_field,
+        marker=config.image_marker,
+        vision=model.vision,
+        token_id=model.image_token_id,
+        strict=config.bad_images == "error",
+    )
+
+
 def _open_corpus(config: ConfigDict, model: ModelConfig) -> _Corpus:
     tokenizer = tokenizer_lib.load(
         config.tokenizer,
@@ -368,7 +458,9 @@ def _open_corpus(config: ConfigDict, model: ModelConfig) -> _Corpus:
         eos_id=model.eos_token_id,
         pad_id=model.pad_token_id,
     )
-    source = sources.open_source(config.kind, config.path, config.pattern, config.text_field)
+    source = sources.open_source(
+        config.kind, config.path, config.pattern, config.text_field, _image_fields(config, model)
+    )
     cache_dir = Path(config.cache_dir).expanduser() if config.cache_dir else default_cache_dir()
     try:
         cache_dir.mkdir(parents=True, exist_ok=True)
@@ -409,12 +501,15 @@ def _open(config: ConfigDict, model: ModelConfig, corpus: _Corpus) -> Data:
         hasher = EngramHasher.from_config(model, pad)
     except ValueError as error:  # it says which of the model's sizes are not those of its primes
         raise InputError(f"model: {error}") from error
-    data = Data(config, corpus.tokenizer, corpus.token_map, hasher, corpus.store)
+    layout = None
+    if config.image_field:
+        layout = ImageLayout(model.vision, config.image_slots, config.image_slot_tokens)
+    data = Data(config, corpus.tokenizer, corpus.token_map, hasher, corpus.store, layout)
     for split in ("train", "heldout"):
         if not len(data.documents(split)):
             raise InputError(
                 f"data.held_out_fraction={config.held_out_fraction}: the {split} split has no "
-                f"documents ({len(corpus.store.document_ids)} in all)"
+                f"documents that fit a row ({len(corpus.store.document_ids)} in all)"
             )
     return data
 
@@ -429,6 +524,7 @@ def from_sections(sections: Sequence[tuple[ConfigDict, ModelConfig]]) -> list[Da
         key = (
             *(config.kind, config.path, config.pattern, config.text_field),
             *(config.tokenizer, config.cache_dir),
+            _image_fields(config, model),
             *(model.bos_token_id, model.eos_token_id, model.pad_token_id),
         )
         if key not in corpora:

@@ -17,9 +17,13 @@ import logging
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
+from eval.tasks import digit_pages
 from train.data import builtin
+from train.data.images import ImageFields, Interleaved, PlannedImage, listed
 from v41flash.errors import InputError
+from v41flash.image_files import ImageError
 
 _logger = logging.getLogger(__name__)
 
@@ -31,7 +35,9 @@ _DEFAULT_PATTERNS = {
     "parquet": "**/*.parquet",
     "array_record": "**/*.array_record*",
 }
-KINDS = ("builtin", *_DEFAULT_PATTERNS)
+# Corpora that packages ship; they take no path.
+_SHIPPED = ("builtin", "digits")
+KINDS = (*_SHIPPED, *_DEFAULT_PATTERNS)
 
 
 class SourceError(InputError):
@@ -65,11 +71,19 @@ class Skipped:
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """One document: its text, the UTF-8 bytes of it, and a stable id from those bytes."""
+    """One document.
 
-    text: str
+    Attributes:
+        texts: its text, cut where images stand: one more than there are images.
+        data: the UTF-8 bytes of the text, without the markers of images.
+        document_id: stable, from text and images.
+        images: in order.
+    """
+
+    texts: tuple[str, ...]
     data: bytes
     document_id: int
+    images: tuple[PlannedImage, ...] = ()
 
 
 def document_id(data: bytes) -> int:
@@ -85,10 +99,13 @@ class Source:
     kind: str
     files: tuple[Path, ...]
     text_field: str = "text"
+    images: ImageFields | None = None
 
     def listing_digest(self) -> str:
-        """A hash over kind, field and every file's path, size and modification time."""
+        """A hash over kind, fields and every file's path, size and modification time."""
         digest = hashlib.blake2b(f"{self.kind}\0{self.text_field}".encode(), digest_size=16)
+        if self.images is not None:
+            digest.update(f"\0{self.images}\0{digit_pages.VERSION}".encode())
         for path in self.files:
             stat = path.stat()
             digest.update(f"\0{path}\0{stat.st_size}\0{stat.st_mtime_ns}".encode())
@@ -97,14 +114,29 @@ class Source:
     def documents(self, skipped: Skipped) -> Iterator[Document]:
         """Reads every document once; what cannot be read goes to `skipped`."""
         read = _READERS[self.kind]
+        fields = Fields(self.text_field, self.images.field if self.images else "")
         for path in self.files:
-            for name, item in read(path, self.text_field, skipped):
-                document = _to_document(name, item, skipped)
+            for name, item in read(path, fields, skipped):
+                try:
+                    document = _to_document(name, item, self.images, path.parent, skipped)
+                except ImageError as error:
+                    if self.images.strict:
+                        raise SourceError(
+                            f'{error} (data.bad_images="skip" leaves such rows out)'
+                        ) from error
+                    skipped.add("rows with an unusable image", name)
+                    continue
                 if document is not None:
                     yield document
 
 
-def open_source(kind: str, path: str = "", pattern: str = "", text_field: str = "text") -> Source:
+def open_source(
+    kind: str,
+    path: str = "",
+    pattern: str = "",
+    text_field: str = "text",
+    images: ImageFields | None = None,
+) -> Source:
     """Lists a source's files.
 
     Args:
@@ -114,6 +146,7 @@ def open_source(kind: str, path: str = "", pattern: str = "", text_field: str = 
             out.
         text_field: name of the JSONL field, Parquet column or ArrayRecord JSON field; "" means that
             ArrayRecord records are themselves UTF-8 text.
+        images: how rows carry images; None: they do not.
 
     Returns:
         The source, files sorted.
@@ -123,12 +156,15 @@ def open_source(kind: str, path: str = "", pattern: str = "", text_field: str = 
     """
     if kind not in KINDS:
         raise SourceError(f"data.kind={kind!r}: must be one of {', '.join(KINDS)}")
-    if kind == "builtin":
+    if kind in _SHIPPED:
         if path:
             raise SourceError(
-                f'data.path={path!r}: data.kind="builtin" takes no path; did you mean "text"?'
+                f'data.path={path!r}: data.kind="{kind}" takes no path; did you mean "text"?'
             )
-        return Source(kind, tuple(builtin.stdlib_files()), text_field)
+        _require_package(kind)
+        if kind == "digits":
+            return Source(kind, (digit_pages.source_file(),), text_field, images)
+        return Source(kind, tuple(builtin.stdlib_files()), text_field, images)
     if not path:
         raise SourceError(f"data.path is empty: data.kind={kind!r} needs a file, folder or glob")
     _require_package(kind)
@@ -138,7 +174,7 @@ def open_source(kind: str, path: str = "", pattern: str = "", text_field: str = 
             f"data.path={path!r}, data.pattern={pattern!r}: no files found (pattern defaults to "
             f"{_DEFAULT_PATTERNS[kind]!r} for {kind!r})"
         )
-    return Source(kind, tuple(files), text_field)
+    return Source(kind, tuple(files), text_field, images)
 
 
 def _list_files(path: str, pattern: str) -> list[Path]:
@@ -162,34 +198,62 @@ def _require_package(kind: str) -> None:
     try:
         if kind == "parquet":
             import pyarrow.parquet  # noqa: F401
+        elif kind == "digits":
+            import sklearn  # noqa: F401
         elif kind == "array_record":
             from array_record.python import array_record_module  # noqa: F401
     except ImportError as error:
-        package = {"parquet": "pyarrow", "array_record": "array_record"}[kind]
+        packages = {"parquet": "pyarrow", "array_record": "array_record", "digits": "scikit-learn"}
+        package = packages[kind]
         raise SourceError(
             f"data.kind={kind!r} needs the package {package}: pip install {package}"
         ) from error
 
 
-def _to_document(name: str, item: bytes | str, skipped: Skipped) -> Document | None:
+class Fields(NamedTuple):
+    """Names of the fields that a reader takes out of a row; `images` may be "": none."""
+
+    text: str
+    images: str
+
+
+def _to_document(
+    name: str,
+    item: bytes | str | Interleaved,
+    fields: ImageFields | None,
+    folder: Path,
+    skipped: Skipped,
+) -> Document | None:
+    item = item if isinstance(item, Interleaved) else Interleaved(item, ())
     try:
-        data = item if isinstance(item, bytes) else item.encode("utf-8")
+        data = item.text if isinstance(item.text, bytes) else item.text.encode("utf-8")
         text = data.decode("utf-8")
     except UnicodeError:
         skipped.add("not UTF-8", name)
         return None
-    if not data:
+    texts = (text,)
+    if item.images:
+        texts = tuple(text.split(fields.marker))
+        if len(texts) != 1 + len(item.images):
+            skipped.add(f"rows without one {fields.marker!r} for each image", name)
+            return None
+        data = "".join(texts).encode("utf-8")
+    if not data and not item.images:
         skipped.add("empty", name)
         return None
-    return Document(text, data, document_id(data))
+    if not item.images:
+        return Document(texts, data, document_id(data))
+    images = fields.read(item.images, name, folder)
+    whole = b"\0".join([text.encode("utf-8"), *(image.data for image in images)])
+    return Document(texts, data, document_id(whole), images)
 
 
-# Readers yield (name for messages, bytes or str of one document).
-_Items = Iterator[tuple[str, bytes | str]]
+# Readers yield (name for messages, bytes or str of one document, or its text with its images).
+_Items = Iterator[tuple[str, bytes | str | Interleaved]]
 
 
-def _read_text(path: Path, text_field: str, skipped: Skipped) -> _Items:
-    del text_field
+def _read_text(path: Path, fields: Fields, skipped: Skipped) -> _Items:
+    del fields
     try:
         data = path.read_bytes()
     except OSError:
@@ -198,17 +262,23 @@ def _read_text(path: Path, text_field: str, skipped: Skipped) -> _Items:
     yield str(path), data
 
 
-def _read_jsonl(path: Path, text_field: str, skipped: Skipped) -> _Items:
+def _read_digits(path: Path, fields: Fields, skipped: Skipped) -> _Items:
+    del path, fields, skipped
+    for number, page in enumerate(digit_pages.training_pages()):
+        yield f"digit page {number}", Interleaved(digit_pages.IMAGE + page.text, [page.png])
+
+
+def _read_jsonl(path: Path, fields: Fields, skipped: Skipped) -> _Items:
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as lines:
             for number, line in enumerate(lines, 1):
                 if line.strip():
-                    yield from _json_field(f"{path}:{number}", line, text_field, skipped)
+                    yield from _json_row(f"{path}:{number}", line, fields, skipped)
     except (OSError, EOFError, zlib.error):
         skipped.add("unreadable files", str(path))
 
 
-def _json_field(name: str, data: bytes, text_field: str, skipped: Skipped) -> _Items:
+def _json_row(name: str, data: bytes, fields: Fields, skipped: Skipped) -> _Items:
     try:
         row = json.loads(data)
     except UnicodeError:
@@ -217,34 +287,42 @@ def _json_field(name: str, data: bytes, text_field: str, skipped: Skipped) -> _I
     except (ValueError, RecursionError):
         skipped.add("malformed rows", name)
         return
-    if not isinstance(row, dict) or not isinstance(row.get(text_field), str):
-        skipped.add(f"rows without a text {text_field!r}", name)
+    if not isinstance(row, dict) or not isinstance(row.get(fields.text), str):
+        skipped.add(f"rows without a text {fields.text!r}", name)
         return
-    yield name, row[text_field]
+    yield name, _row(row[fields.text], row.get(fields.images) if fields.images else None)
 
 
-def _read_parquet(path: Path, text_field: str, skipped: Skipped) -> _Items:
+def _row(text: str | bytes, images: Any) -> str | bytes | Interleaved:
+    given = listed(images)
+    return Interleaved(text, given) if given else text
+
+
+def _read_parquet(path: Path, fields: Fields, skipped: Skipped) -> _Items:
     import pyarrow
     import pyarrow.parquet
 
+    columns = [name for name in fields if name]
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            if text_field not in file.schema_arrow.names:
-                skipped.add(f"files without a column {text_field!r}", str(path))
+            lacking = [name for name in columns if name not in file.schema_arrow.names]
+            if lacking:
+                skipped.add(f"files without a column {lacking[0]!r}", str(path))
                 return
             row = 0
-            for batch in file.iter_batches(columns=[text_field]):
-                for value in batch.column(0).to_pylist():
-                    if isinstance(value, str | bytes):
-                        yield f"{path}:{row}", value
+            for batch in file.iter_batches(columns=columns, batch_size=_RECORDS_PER_READ):
+                values = (batch.column(name).to_pylist() for name in columns)
+                for text, *images in zip(*values, strict=True):
+                    if isinstance(text, str | bytes):
+                        yield f"{path}:{row}", _row(text, images[0] if images else None)
                     else:
-                        skipped.add(f"rows without a text {text_field!r}", f"{path}:{row}")
+                        skipped.add(f"rows without a text {fields.text!r}", f"{path}:{row}")
                     row += 1
     except (OSError, pyarrow.ArrowException):
         skipped.add("unreadable files", str(path))
 
 
-def _read_array_record(path: Path, text_field: str, skipped: Skipped) -> _Items:
+def _read_array_record(path: Path, fields: Fields, skipped: Skipped) -> _Items:
     from array_record.python import array_record_module
 
     try:
@@ -254,8 +332,8 @@ def _read_array_record(path: Path, text_field: str, skipped: Skipped) -> _Items:
             records = reader.read(list(range(start, min(start + _RECORDS_PER_READ, count))))
             for number, record in enumerate(records, start):
                 name = f"{path}:{number}"
-                if text_field:
-                    yield from _json_field(name, record, text_field, skipped)
+                if fields.text:
+                    yield from _json_row(name, record, fields, skipped)
                 else:
                     yield name, record
         reader.close()
@@ -263,8 +341,9 @@ def _read_array_record(path: Path, text_field: str, skipped: Skipped) -> _Items:
         skipped.add("unreadable files", str(path))
 
 
-_READERS: dict[str, Callable[[Path, str, Skipped], _Items]] = {
+_READERS: dict[str, Callable[[Path, Fields, Skipped], _Items]] = {
     "builtin": _read_text,
+    "digits": _read_digits,
     "text": _read_text,
     "jsonl": _read_jsonl,
     "parquet": _read_parquet,

@@ -7,6 +7,7 @@ One folder per (source listing, tokenizer):
     offsets.npy        i64[documents + 1], first token of every document
     document_ids.npy   i64[documents], hash of the content
     document_bytes.npy i64[documents], UTF-8 bytes of the content
+    image_*.npy        where documents have images: see `train.data.images.ImageStore`
 
 It is written under a temporary name and renamed when complete, so a folder under its final name is
 whole; of several processes that build the same one, the first to finish wins and the others use it.
@@ -28,6 +29,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from train.data.images import ARRAYS, ImageStore, ImageWriter
 from train.data.sources import Document, Skipped, Source, SourceError
 from v41flash.errors import InputError
 from v41flash.text.tokenizer import Tokenizer
@@ -59,6 +61,7 @@ class Store:
         document_ids: i64[N], all different.
         document_bytes: i64[N].
         meta: contents of meta.json.
+        images: of the documents; None where there are none.
     """
 
     folder: Path
@@ -67,6 +70,7 @@ class Store:
     document_ids: np.ndarray
     document_bytes: np.ndarray
     meta: dict[str, Any]
+    images: ImageStore | None = None
 
     @property
     def fingerprint(self) -> str:
@@ -165,14 +169,16 @@ def open_store(folder: str | Path) -> Store:
             raise damaged(f"{path.name} has {size} bytes, not {recorded['bytes']}")
         if size <= _CHECKSUM_LIMIT and _checksum(path) != recorded["checksum"]:
             raise damaged(f"{path.name} does not have the recorded checksum")
-        mode = "r" if name == "tokens" else None
+        mode = "r" if name in ("tokens", "image_bytes") else None
         arrays[name] = np.load(path, mmap_mode=mode, allow_pickle=False)
-    if set(arrays) != {"tokens", *_SMALL_ARRAYS}:
-        raise damaged(f"meta.json lists the arrays {sorted(arrays)}")
+    image_arrays = {name: arrays.pop(name) for name in [*arrays] if name in ARRAYS}
+    if set(arrays) != {"tokens", *_SMALL_ARRAYS} or len(image_arrays) not in (0, len(ARRAYS)):
+        raise damaged(f"meta.json lists the arrays {sorted(files)}")
     documents = len(arrays["document_ids"])
     if len(arrays["offsets"]) != documents + 1 or arrays["offsets"][-1] != len(arrays["tokens"]):
         raise damaged("offsets do not match the tokens")
-    return Store(folder=folder, meta=meta, **arrays)
+    images = ImageStore(**image_arrays) if image_arrays else None
+    return Store(folder=folder, meta=meta, images=images, **arrays)
 
 
 def _publish(building: Path, folder: Path) -> None:
@@ -202,7 +208,7 @@ def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
     size = 0
     for document in documents:
         batch.append(document)
-        size += len(document.data)
+        size += len(document.data) + sum(len(image.data) for image in document.images)
         if size >= _ENCODE_BYTES:
             yield batch
             batch, size = [], 0
@@ -220,22 +226,38 @@ def _without_duplicates(documents: Iterator[Document], repeated: list[int]) -> I
             yield document
 
 
+def _joined(
+    document: Document, texts: Iterator[np.ndarray], tokenizer: Tokenizer, image_token: int
+) -> tuple[np.ndarray, list[int]]:
+    """(tokens of a document, where the spans of its images begin), from its texts' tokens."""
+    parts, starts = [np.array([tokenizer.bos_id]), next(texts)], []
+    for image in document.images:
+        starts.append(sum(map(len, parts)))
+        parts += [np.full(image.plan.span, image_token), next(texts)]
+    return np.concatenate([*parts, [tokenizer.eos_id]]), starts
+
+
 def _build(source: Source, tokenizer: Tokenizer, folder: Path) -> None:
-    dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
+    image_token = source.images.token_id if source.images else 0
+    largest = max(tokenizer.vocab_size, image_token + 1)
+    dtype = np.dtype("<u2" if largest <= 1 << 16 else "<u4")
+    images = ImageWriter(folder)
     skipped = Skipped()
     repeated = [0]
     lengths, ids, sizes = [], [], []
     fingerprint = hashlib.blake2b(tokenizer.fingerprint.encode(), digest_size=12)
+    if source.images is not None:
+        fingerprint.update(repr(source.images).encode())
     started = reported = time.monotonic()
     with (folder / "tokens.npy").open("wb") as file:
         data_start = _write_header(file, dtype, 0)
         for batch in _batches(_without_duplicates(source.documents(skipped), repeated)):
-            encoded = tokenizer.encode_batch([document.text for document in batch])
-            for document, tokens in zip(batch, encoded, strict=True):
-                whole = np.concatenate(([tokenizer.bos_id], tokens, [tokenizer.eos_id])).astype(
-                    dtype
-                )
-                file.write(whole.tobytes())
+            texts = [text for document in batch for text in document.texts]
+            encoded = iter(tokenizer.encode_batch(texts))
+            for document in batch:
+                whole, starts = _joined(document, encoded, tokenizer, image_token)
+                images.add(document.images, starts)
+                file.write(whole.astype(dtype).tobytes())
                 lengths.append(len(whole))
                 ids.append(document.document_id)
                 sizes.append(len(document.data))
@@ -261,7 +283,9 @@ def _build(source: Source, tokenizer: Tokenizer, folder: Path) -> None:
     np.save(folder / "offsets.npy", np.concatenate(([0], np.cumsum(lengths, dtype=np.int64))))
     np.save(folder / "document_ids.npy", np.array(ids, np.int64))
     np.save(folder / "document_bytes.npy", np.array(sizes, np.int64))
-    names = ("tokens", *_SMALL_ARRAYS)
+    names = ["tokens", *_SMALL_ARRAYS]
+    if images.close():
+        names += ARRAYS
     meta = {
         "format": _FORMAT,
         "kind": source.kind,
@@ -271,6 +295,7 @@ def _build(source: Source, tokenizer: Tokenizer, folder: Path) -> None:
         "tokens": total,
         "bytes": sum(sizes),
         "repeated_documents": repeated[0],
+        "image_token": image_token,
         "skipped": str(skipped),
         "fingerprint": fingerprint.hexdigest(),
         "files": {

@@ -26,10 +26,17 @@ _ENDLESS = 1 << 40
 class Epochs:
     """Rows 0, 1, 2, .. of an endless sequence of epochs, each shuffled and packed anew."""
 
-    def __init__(self, lengths: np.ndarray, sequence_length: int, seed: int, window: int):
+    def __init__(
+        self,
+        lengths: np.ndarray,
+        sequence_length: int,
+        seed: int,
+        window: int,
+        limit: packing.Limit | None = None,
+    ):
         """Arguments as for `packing.pack`; nothing is packed before it is asked for."""
         self._lengths = lengths
-        self._arguments = dict(seed=seed, window=window)
+        self._arguments = dict(seed=seed, window=window, limit=limit)
         self._sequence_length = sequence_length
         self._first_row = [0]  # of every epoch packed so far, and the one after
         self._plans: dict[int, packing.Plan] = {}

@@ -10,7 +10,7 @@ from train.data import builtin, sources
 
 def read(source):
     skipped = sources.Skipped()
-    return [d.text for d in source.documents(skipped)], skipped
+    return ["".join(d.texts) for d in source.documents(skipped)], skipped
 
 
 def test_text_folder(tmp_path):
