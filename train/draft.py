@@ -251,7 +251,8 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     params = train(run, config, data, chosen)
     with Checkpoints(chosen.workdir / DRAFT_FOLDER, keep=1) as stored:
-        stored.save(chosen.steps, params=params, opt_state={}, meta={"model": fields})
+        done = {"steps": np.asarray(chosen.steps)}
+        stored.save(chosen.steps, params=params, opt_state=done, meta={"model": fields})
     print(f"draft head saved in {chosen.workdir / DRAFT_FOLDER}")
     return 0
 
