@@ -1,0 +1,194 @@
+"""Index scores of listed entries on Hopper: a pool's blocks, a selection, or all of a packed cache.
+
+A warpgroup takes one query and goes through its list, 64 entries at a time: while copies of the
+next ones are on their way, the keys (rows) are multiplied with the query's heads (columns). Several
+such groups share a multiprocessor and fill each other's waits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.indexer import mosaic_gpu_lanes as lanes
+from pallas_kernels.indexer import mosaic_gpu_rows as rows
+from pallas_kernels.indexer.mosaic_gpu_lanes import TILE_KEYS
+
+
+@dataclasses.dataclass(frozen=True)
+class TuningConfig:
+    """How the gathering kernel is cut.
+
+    Attributes:
+        stages: tiles of 64 keys that are in shared memory at a time, at least 2.
+        tiles: tiles that one warpgroup goes through; None for all of a query.
+    """
+
+    stages: int = 3
+    tiles: int | None = None
+
+
+def gathered_scores(
+    q: jax.Array,
+    w: jax.Array,
+    k: jax.Array,
+    starts: jax.Array,
+    limit: jax.Array,
+    *,
+    size: int,
+    absent: float,
+    config: TuningConfig = TuningConfig(),
+    interpret: object = None,
+) -> jax.Array:
+    """Scores of runs of entries.
+
+    Args:
+        q: bfloat16 `[B, T, Hi, Di]`, Hi a multiple of 8 up to 256; Di 64 or 128 (128 for packed
+            keys).
+        w: f32 `[B, T, Hi]`.
+        k: bfloat16 `[B, G, Di]`, or packed keys, uint8 `[B, G, 68]`.
+        starts: i32 `[B, T, R]`, each the first of `size` consecutive entries; negative for none.
+            Only as many are worked on as make all tiles up to the last that is not.
+        limit: i32 `[B, T]`, at most G: entries from it on are absent.
+        size: 1, 8 or 64.
+        absent: the score of absent entries.
+        config: how the work is cut.
+        interpret: of `plgpu.kernel`.
+
+    Returns:
+        f32 `[B, T, R * size]`.
+    """
+    batch, queries, heads, dim = q.shape
+    packed = k.dtype == jnp.uint8
+    runs = rows.Runs(size)
+    count = starts.shape[-1]
+    # The copy of starts takes whole tiles.
+    per_tile = runs.per_tile
+    tiles = -(-count // per_tile)
+    starts = starts.astype(jnp.int32)
+    if missing := tiles * per_tile - count:
+        starts = jnp.pad(starts, [(0, 0), (0, 0), (0, missing)], constant_values=-1)
+    place = jnp.arange(1, tiles * per_tile + 1)
+    used = -(-jnp.max(jnp.where(starts >= 0, place, 0), axis=-1) // per_tile).astype(jnp.int32)
+    w = w.astype(jnp.float32)
+    if packed:
+        k = lax.bitcast_convert_type(k.reshape(*k.shape[:2], -1, 4), jnp.int32)
+        q, w = rows.permute_channels(q), w * rows.PACKED_WEIGHT
+    share = min(config.tiles or tiles, tiles)
+    stages = config.stages
+    transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+    if packed:
+        words = k.shape[-1]
+        key_scratch = (
+            plgpu.SMEM((stages, TILE_KEYS, words - 1), jnp.int32),
+            plgpu.SMEM((stages, TILE_KEYS), jnp.int32),
+        )
+    else:
+        key_scratch = (plgpu.SMEM((stages, TILE_KEYS, dim), jnp.bfloat16, transforms=transforms),)
+    kernel = plgpu.kernel(
+        functools.partial(
+            _kernel,
+            runs=runs,
+            tiles=tiles,
+            share=share,
+            absent=absent,
+            stages=stages,
+            interpret=interpret is not None,
+        ),
+        out_type=jax.ShapeDtypeStruct((batch, queries, tiles * TILE_KEYS), jnp.float32),
+        grid=(-(-tiles // share), queries, batch),
+        grid_names=("share", "query", "batch"),
+        scratch_types=dict(
+            q_smem=plgpu.SMEM((heads, dim), jnp.bfloat16, transforms=transforms),
+            keys_smem=key_scratch,
+            starts_smem=plgpu.SMEM((2 * stages, per_tile), jnp.int32),
+            q_barrier=plgpu.Barrier(),
+        ),
+        interpret=interpret,
+    )
+    scores = kernel(used, limit.astype(jnp.int32), starts, q, w, k)
+    return scores[..., : count * size]
+
+
+def _kernel(
+    used_ref,
+    limit_ref,
+    starts_ref,
+    q_ref,
+    w_ref,
+    k_ref,
+    out_ref,
+    *,
+    q_smem,
+    keys_smem,
+    starts_smem,
+    q_barrier,
+    runs,
+    tiles,
+    share,
+    absent,
+    stages,
+    interpret,
+):
+    b, t, s = (lax.axis_index(name) for name in ("batch", "query", "share"))
+    heads, _ = q_smem.shape
+    begin = s * share
+    end = jnp.minimum(begin + share, tiles)
+    used = jnp.clip(used_ref[b, t], begin, end)
+    limit = limit_ref[b, t]
+    ring = 2 * stages
+    copies = rows.Copies(stages, runs, interpret)
+
+    def fetch_starts(tile):
+        at = lanes.tile(starts_ref, b, t, (tile * runs.per_tile, runs.per_tile))
+        rows.fetch_starts(at, starts_smem.at[lax.rem(tile, ring)], runs, interpret)
+
+    def fetch_keys(tile):
+        starts = starts_smem.at[lax.rem(tile, ring)]
+        slot = lax.rem(tile, stages)
+        if len(keys_smem) == 1:
+            rows.fetch_rows(
+                k_ref.at[b], starts, limit, keys_smem[0].at[slot], runs, interpret
+            )
+        else:
+            elements, scales = (x.at[slot] for x in keys_smem)
+            rows.fetch_packed(k_ref.at[b], starts, limit, elements, scales, runs, interpret)
+
+    @pl.when(begin < used)
+    def _():
+        plgpu.copy_gmem_to_smem(q_ref.at[b, t], q_smem, q_barrier)
+        copies.begin(begin, used, fetch_starts, fetch_keys)
+        w = lanes.column_vector(w_ref.at[b, t], interpret)
+        plgpu.barrier_wait(q_barrier)
+
+        @pl.loop(begin, used)
+        def _(tile):
+            copies.advance(tile, used, fetch_starts, fetch_keys)
+            slot = lax.rem(tile, stages)
+            if len(keys_smem) == 1:
+                keys = keys_smem[0].at[slot]
+            else:
+                elements, scales = (x.at[slot] for x in keys_smem)
+                keys = rows.unpack_rows(elements, scales, interpret)
+
+            def product(accumulator):
+                plgpu.wgmma(accumulator, keys, q_smem.T)
+                return accumulator[...]
+
+            if interpret and len(keys_smem) > 1:  # which knows no left operand in registers
+                dots = jnp.dot(keys, q_smem[...].T, preferred_element_type=jnp.float32)
+            else:
+                dots = pl.run_scoped(product, plgpu.ACC((TILE_KEYS, heads), jnp.float32))
+            starts = starts_smem.at[lax.rem(tile, ring)]
+            at = lanes.tile(out_ref, b, t, (tile * TILE_KEYS, TILE_KEYS))
+            rows.store_scores(dots, w, starts, limit, absent, at, runs, interpret)
+
+    @pl.loop(used, end)
+    def _(tile):
+        rows.store_absent(absent, lanes.tile(out_ref, b, t, (tile * TILE_KEYS, TILE_KEYS)), interpret)

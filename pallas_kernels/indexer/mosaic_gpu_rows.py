@@ -1,0 +1,520 @@
+"""Bringing chosen index keys into shared memory, and packed ones from there into registers.
+
+Hopper's copy engine takes no list of rows, and its copies of single rows are slow to issue. So every
+lane of the warpgroup copies a few words by itself (cp.async), into the tiled and swizzled places
+that wgmma expects. Of packed rows the 4-bit elements and the scales go to two arrays; lanes read
+them from there as the fragments of wgmma's left operand.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, memref, vector
+from jaxlib.mlir.dialects import math as mlir_math
+
+from pallas_kernels.indexer.mosaic_gpu_lanes import TILE_KEYS
+
+_WARPGROUP = 128
+_SCALAR = plgpu.Layout.WG_SPLAT(())
+_WGMMA = plgpu.Layout.WGMMA
+# Packed elements become bfloat16 by moving bits, 2^-126 of their value; 2^126 does not fit beside
+# every scale, so 2^62 is put into the keys and 2^64 into the weights.
+PACKED_WEIGHT = 2.0**64
+_PACKED_EXPONENT = 62
+
+
+def _i32(value: int):
+    return mgpu.c(value, ir.IntegerType.get_signless(32))
+
+
+def _i64(value: int):
+    return mgpu.c(value, ir.IntegerType.get_signless(64))
+
+
+def _wide(value):
+    return arith.extsi(ir.IntegerType.get_signless(64), value)
+
+
+def _index(value):
+    return arith.index_cast(ir.IndexType.get(), value)
+
+
+def _value(scalar):
+    return scalar.registers.item()
+
+
+def _asm(text: str, constraints: str, arguments: list, result=None):
+    """Inline PTX that is neither moved nor dropped."""
+    result = ir.Type.parse("!llvm.void") if result is None else result
+    return llvm.inline_asm(
+        result, arguments, text, constraints, asm_dialect=0, has_side_effects=True
+    )
+
+
+def _shared_address(ref):
+    return llvm.ptrtoint(ir.IntegerType.get_signless(32), mgpu_utils.memref_ptr(ref))
+
+
+def _global_address(ref):
+    return llvm.ptrtoint(ir.IntegerType.get_signless(64), mgpu_utils.memref_ptr(ref))
+
+
+def _copy(target, source, size: int, valid) -> None:
+    """Copies `size` bytes, or writes zeros where not `valid`."""
+    taken = arith.select(valid, _i32(size), _i32(0))
+    kind = "cg" if size == 16 else "ca"
+    _asm(
+        f"cp.async.{kind}.shared.global [$0], [$1], {size}, $2;", "r,l,r", [target, source, taken]
+    )
+
+
+def _both(*conditions):
+    result = conditions[0]
+    for condition in conditions[1:]:
+        result = arith.andi(result, condition)
+    return result
+
+
+def _less(a, b):
+    return arith.cmpi(arith.CmpIPredicate.slt, a, b)
+
+
+def _at_least(a, b):
+    return arith.cmpi(arith.CmpIPredicate.sge, a, b)
+
+
+def _quotient(value, divisor: int):
+    """value // divisor of a small non-negative i32."""
+    return arith.divui(value, _i32(divisor))
+
+
+@dataclasses.dataclass(frozen=True)
+class Runs:
+    """How entries are listed.
+
+    Attributes:
+        size: consecutive entries that one listed start stands for; 1, 8 or 64.
+    """
+
+    size: int
+
+    @property
+    def per_tile(self) -> int:
+        """Starts that make 64 entries."""
+        return TILE_KEYS // self.size
+
+    def entry(self, starts, row, limit):
+        """(entry, valid) of row `row` of a tile whose starts are in shared memory."""
+        start = memref.load(starts, [_index(_quotient(row, self.size))])
+        entry = arith.addi(start, arith.remui(row, _i32(self.size)))
+        return entry, _both(_at_least(start, _i32(0)), _less(entry, limit))
+
+
+def fetch_starts(starts_gmem, starts_smem, runs: Runs, interpret: bool) -> None:
+    """Begins to copy the starts of one tile; part of the next group that is closed."""
+    if interpret:
+        starts_smem[...] = starts_gmem[...]
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
+    def copy(_, source, target):
+        thread = mgpu.thread_idx()
+        lane = arith.remui(thread, _i32(_WARPGROUP))
+        offset = arith.muli(lane, _i32(4))
+        true = arith.constant(ir.IntegerType.get_signless(1), 1)
+        with mgpu.when(_less(lane, _i32(runs.per_tile))):
+            _copy(
+                arith.addi(_shared_address(target), offset),
+                arith.addi(_global_address(source), _wide(offset)),
+                4,
+                true,
+            )
+
+    copy(starts_gmem, starts_smem)
+
+
+def close_group(interpret: bool) -> None:
+    """Ends a group of copies."""
+    if interpret:
+        return
+
+    @plgpu.inline_mgpu()
+    def commit(_):
+        _asm("cp.async.commit_group;", "", [])
+
+    commit()
+
+
+def wait_groups(pending: int, interpret: bool) -> None:
+    """Waits until at most `pending` groups are on their way; then all lanes see what arrived."""
+    if interpret:
+        return
+
+    @plgpu.inline_mgpu()
+    def wait(_):
+        _asm(f"cp.async.wait_group {pending};", "", [])
+        mgpu.commit_shared()
+
+    wait()
+
+
+def fetch_rows(keys_gmem, starts_smem, limit, rows_smem, runs: Runs, interpret: bool) -> None:
+    """Begins to copy the keys of one tile.
+
+    Args:
+        keys_gmem: bfloat16 `[G, Di]` of one batch row.
+        starts_smem: i32 `[64 // size]`.
+        limit: i32 scalar, entries from it on count as absent.
+        rows_smem: bfloat16 `[64, Di]`, tiled (8, 64) with 128-byte swizzle; zeros where absent.
+        runs: how entries are listed.
+        interpret: run on whole arrays.
+    """
+    if interpret:
+        _interpret_rows(keys_gmem, starts_smem, limit, rows_smem, runs)
+        return
+    entries, dim = keys_gmem.shape
+    chunks = dim // 8
+    transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), plgpu.RefType(), _SCALAR, plgpu.RefType(transforms))
+    )
+    def copy(_, keys, starts, limit, target):
+        lane = arith.remui(mgpu.thread_idx(), _i32(_WARPGROUP))
+        chunk = arith.remui(lane, _i32(chunks))
+        base = _shared_address(target)
+        source = _global_address(keys)
+        rows_at_once = _WARPGROUP // chunks
+        for step in range(TILE_KEYS // rows_at_once):
+            row = arith.addi(_quotient(lane, chunks), _i32(step * rows_at_once))
+            entry, valid = runs.entry(starts, row, _value(limit))
+            offset = arith.muli(_wide(entry), _i64(2 * dim))
+            offset = arith.addi(offset, _wide(arith.muli(chunk, _i32(16))))
+            # Tiles of 8 rows and 64 columns follow each other; a row's eight 16-byte chunks are
+            # permuted by the row's number.
+            inside = arith.remui(row, _i32(8))
+            number = arith.addi(
+                arith.muli(_quotient(row, 8), _i32(dim // 64)), _quotient(chunk, 8)
+            )
+            place = arith.addi(arith.muli(number, _i32(1024)), arith.muli(inside, _i32(128)))
+            swizzled = arith.xori(arith.remui(chunk, _i32(8)), inside)
+            place = arith.addi(place, arith.muli(swizzled, _i32(16)))
+            offset = arith.select(valid, offset, _i64(0))
+            _copy(arith.addi(base, place), arith.addi(source, offset), 16, valid)
+
+    copy(keys_gmem, starts_smem, limit, rows_smem)
+
+
+def fetch_packed(
+    keys_gmem, starts_smem, limit, elements_smem, scales_smem, runs: Runs, interpret: bool
+) -> None:
+    """Begins to copy the packed keys of one tile.
+
+    Args:
+        keys_gmem: i32 `[G, words]` of one batch row: E2M1 elements, then a word of four scales.
+        starts_smem: i32 `[64 // size]`.
+        limit: i32 scalar, entries from it on count as absent.
+        elements_smem: i32 `[64, words - 1]`.
+        scales_smem: i32 `[64]`.
+        runs: how entries are listed.
+        interpret: run on whole arrays.
+    """
+    words = keys_gmem.shape[1]
+    if interpret:
+        both = jnp.zeros((TILE_KEYS, words), jnp.int32)
+        for row in range(TILE_KEYS):
+            start = starts_smem[row // runs.size]
+            entry = start + row % runs.size
+            valid = (start >= 0) & (entry < limit)
+            key = keys_gmem[jnp.where(valid, entry, 0)]
+            both = both.at[row].set(jnp.where(valid, key, 0))
+        elements_smem[...] = both[:, :-1]
+        scales_smem[...] = both[:, -1]
+        return
+
+    @plgpu.inline_mgpu(
+        arg_types=(
+            plgpu.RefType(),
+            plgpu.RefType(),
+            _SCALAR,
+            plgpu.RefType(),
+            plgpu.RefType(),
+        )
+    )
+    def copy(_, keys, starts, limit, elements, scales):
+        lane = arith.remui(mgpu.thread_idx(), _i32(_WARPGROUP))
+        to_elements, to_scales = _shared_address(elements), _shared_address(scales)
+        source = _global_address(keys)
+
+        def one(number):
+            row = _quotient(number, words)
+            word = arith.remui(number, _i32(words))
+            entry, valid = runs.entry(starts, row, _value(limit))
+            offset = arith.muli(_wide(entry), _i64(4 * words))
+            offset = arith.addi(offset, _wide(arith.muli(word, _i32(4))))
+            offset = arith.select(valid, offset, _i64(0))
+            inner = arith.addi(arith.muli(row, _i32(words - 1)), word)
+            target = arith.select(
+                _less(word, _i32(words - 1)),
+                arith.addi(to_elements, arith.muli(inner, _i32(4))),
+                arith.addi(to_scales, arith.muli(row, _i32(4))),
+            )
+            _copy(target, arith.addi(source, offset), 4, valid)
+
+        whole, rest = divmod(TILE_KEYS * words, _WARPGROUP)
+        for step in range(whole):
+            one(arith.addi(lane, _i32(step * _WARPGROUP)))
+        if rest:
+            with mgpu.when(_less(lane, _i32(rest))):
+                one(arith.addi(lane, _i32(whole * _WARPGROUP)))
+
+    copy(keys_gmem, starts_smem, limit, elements_smem, scales_smem)
+
+
+@dataclasses.dataclass(frozen=True)
+class Copies:
+    """The order in which tiles are brought in, `stages - 1` tiles ahead of their use.
+
+    Copies that are closed as a group arrive together: the keys of one tile, and the starts of the
+    tile whose keys the group after the next but `stages - 3` will bring.
+
+    Attributes:
+        stages: tiles whose keys have a place in shared memory; there are twice as many for starts.
+        runs: how entries are listed.
+        interpret: of the kernel.
+    """
+
+    stages: int
+    runs: Runs
+    interpret: bool
+
+    def _group(self, tile, used, fetch_starts, fetch_keys) -> None:
+        pl.when(tile < used)(lambda: fetch_keys(tile))
+        later = tile + self.stages - 1
+        pl.when(later < used)(lambda: fetch_starts(later))
+        close_group(self.interpret)
+
+    def begin(self, first, used, fetch_starts, fetch_keys) -> None:
+        """Starts the copies that come before tile `first`; `used` is one past the last tile."""
+        for i in range(self.stages - 1):
+            pl.when(first + i < used)(functools.partial(fetch_starts, first + i))
+        close_group(self.interpret)
+        wait_groups(0, self.interpret)
+        for i in range(self.stages - 1):
+            self._group(first + i, used, fetch_starts, fetch_keys)
+
+    def advance(self, tile, used, fetch_starts, fetch_keys) -> None:
+        """Waits for `tile` and starts the next copies."""
+        wait_groups(self.stages - 2, self.interpret)
+        self._group(tile + self.stages - 1, used, fetch_starts, fetch_keys)
+
+
+def permute_channels(q: jax.Array) -> jax.Array:
+    """Brings channels `[.., 128]` into the order in which `unpack_rows` delivers them."""
+    parts = q.reshape(*q.shape[:-1], 4, 4, 2, 4)  # scale group, word, half of the word, nibble
+    rest = tuple(range(q.ndim - 1))
+    parts = parts.transpose(*rest, *(q.ndim - 1 + i for i in (1, 3, 0, 2)))
+    return parts.reshape(q.shape)
+
+
+def unpack_rows(elements_smem, scales_smem, interpret: bool) -> jax.Array:
+    """Packed keys of a tile as wgmma's left operand: bfloat16 `[64, 128]`, 2^-64 of their values.
+
+    The channels are those that `permute_channels` permutes: lane c of a row's four lanes takes the
+    16 bytes of scale group c, and nibbles n and n + 4 of a word become a pair.
+    """
+    if interpret:
+        nibbles = jnp.arange(8) * 4
+        codes = ((elements_smem[...][..., None] >> nibbles) & 15).reshape(TILE_KEYS, 128)
+        magnitude = codes & 7
+        value = jnp.where(
+            magnitude < 2,
+            magnitude * 0.5,
+            jnp.exp2(magnitude // 2 - 1.0) * (1 + 0.5 * (magnitude & 1)),
+        )
+        value = jnp.where(codes & 8, -value, value)
+        exponents = (scales_smem[...][:, None] >> (jnp.arange(4) * 8)) & 255
+        scale = jnp.where(exponents < 255, jnp.exp2(exponents - 191.0), jnp.nan)
+        value = value * jnp.repeat(scale, 32, axis=1)
+        return permute_channels(value).astype(jnp.bfloat16)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), plgpu.RefType()),
+        return_type=plgpu.ShapeDtypeStruct((TILE_KEYS, 128), jnp.bfloat16, layout=_WGMMA),
+    )
+    def unpack(_, elements, scales):
+        i32 = ir.IntegerType.get_signless(32)
+        pair = ir.VectorType.get((2,), ir.BF16Type.get())
+        four = ir.VectorType.get((4,), i32)
+        lane = arith.remui(mgpu.thread_idx(), _i32(_WARPGROUP))
+        column = arith.remui(lane, _i32(4))
+        first = arith.addi(
+            arith.muli(_quotient(lane, 32), _i32(16)), _quotient(arith.remui(lane, _i32(32)), 4)
+        )
+        layout = mgpu.WGMMA_LAYOUT
+        out = np.empty(layout.registers_shape((TILE_KEYS, 128)), dtype=object)
+        flat = out.reshape(16, 2)
+        for half in range(2):
+            row = arith.addi(first, _i32(8 * half))
+            at = [_index(row), _index(arith.muli(column, _i32(4)))]
+            words = vector.load(four, elements, at)
+            scale = memref.load(scales, [_index(row)])
+            scale = arith.shrui(scale, arith.muli(column, _i32(8)))
+            scale = arith.andi(scale, _i32(255))
+            scale = arith.minui(arith.addi(scale, _i32(_PACKED_EXPONENT)), _i32(255))
+            scale = arith.muli(scale, _i32(0x00800080))
+            for i in range(4):
+                position = ir.DenseI64ArrayAttr.get([i])
+                word = vector.extract(words, dynamic_position=[], static_position=position)
+                for x in range(4):
+                    magnitude = arith.andi(_shift(word, 6 - 4 * x), _i32(0x01C001C0))
+                    sign = arith.andi(_shift(word, 12 - 4 * x), _i32(0x80008000 - 2**32))
+                    both = arith.ori(magnitude, sign)
+                    product = llvm.inline_asm(
+                        i32, [both, scale], "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", asm_dialect=0
+                    )
+                    flat[4 * i + x, half] = mgpu_utils.bitcast(product, pair)
+        return mgpu.FragmentedArray(_registers=out, _layout=layout, _is_signed=None)
+
+    return unpack(elements_smem, scales_smem)
+
+
+def _shift(word, left: int):
+    if left == 0:
+        return word
+    return arith.shli(word, _i32(left)) if left > 0 else arith.shrui(word, _i32(-left))
+
+
+def store_scores(
+    accumulator: jax.Array,
+    w: jax.Array,
+    starts_smem,
+    limit,
+    absent: float,
+    ref,
+    runs: Runs,
+    interpret: bool,
+) -> None:
+    """Writes the scores of a tile's entries for one query.
+
+    Args:
+        accumulator: f32 `[64, Hi]`, dot products.
+        w: f32 `[Hi]`, in the accumulator's column layout.
+        starts_smem: i32 `[64 // size]`.
+        limit: i32 scalar, entries from it on count as absent.
+        absent: score of absent entries.
+        ref: f32 `[64]` in global memory.
+        runs: how entries are listed.
+        interpret: run on whole arrays.
+    """
+    heads = accumulator.shape[1]
+    if interpret:
+        scores = (jnp.maximum(accumulator, 0) * w).sum(axis=1)
+        rows = jnp.arange(TILE_KEYS)
+        starts = jnp.repeat(starts_smem[...], runs.size)
+        valid = (starts >= 0) & (starts + rows % runs.size < limit)
+        ref[...] = jnp.where(valid, scores, absent)
+        return
+
+    @plgpu.inline_mgpu(
+        arg_types=(_WGMMA, _WGMMA.reduce(0), plgpu.RefType(), _SCALAR, plgpu.RefType())
+    )
+    def store(_, accumulator, w, starts, limit, ref):
+        f32 = ir.F32Type.get()
+        lane = arith.remui(mgpu.thread_idx(), _i32(_WARPGROUP))
+        first = arith.addi(
+            arith.muli(_quotient(lane, 32), _i32(16)), _quotient(arith.remui(lane, _i32(32)), 4)
+        )
+        writes = arith.cmpi(arith.CmpIPredicate.eq, arith.remui(lane, _i32(4)), _i32(0))
+        dots = accumulator.registers.reshape(heads // 8, 2)
+        weights = w.registers.reshape(-1)
+        for half in range(2):
+            total = mgpu.c(0.0, f32)
+            for block in range(heads // 8):
+                for i in range(2):
+                    at = dict(dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([i]))
+                    dot = vector.extract(dots[block, half], **at)
+                    weight = arith.mulf(vector.extract(weights[block], **at), mgpu.c(0.5, f32))
+                    dot = arith.addf(dot, mlir_math.absf(dot))
+                    total = mlir_math.fma(dot, weight, total)
+            for distance in (2, 1):  # the order of the dense kernel, for equal sums
+                total = arith.addf(total, mgpu_utils.shfl_bfly(total, distance))
+            row = arith.addi(first, _i32(8 * half))
+            _, valid = runs.entry(starts, row, _value(limit))
+            score = arith.select(valid, total, mgpu.c(absent, f32))
+            with mgpu.when(writes):
+                memref.store(score, ref, [_index(row)])
+
+    store(accumulator, w, starts_smem, limit, ref)
+
+
+def _interpret_rows(keys_gmem, starts_smem, limit, rows_smem, runs):
+    def one(row, _):
+        start = starts_smem[row // runs.size]
+        entry = start + row % runs.size
+        valid = (start >= 0) & (entry < limit)
+        key = keys_gmem[jnp.where(valid, entry, 0)]
+        rows_smem[row] = jnp.where(valid, key, jnp.zeros_like(key))
+        return _
+
+    jax.lax.fori_loop(0, TILE_KEYS, one, 0)
+
+
+
+def store_absent(absent: float, ref, interpret: bool) -> None:
+    """Writes `absent` to f32 `[64]` in global memory."""
+    if interpret:
+        ref[...] = jnp.full(TILE_KEYS, absent, jnp.float32)
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def store(_, ref):
+        lane = arith.remui(mgpu.thread_idx(), _i32(_WARPGROUP))
+        with mgpu.when(_less(lane, _i32(TILE_KEYS))):
+            memref.store(mgpu.c(absent, ir.F32Type.get()), ref, [_index(lane)])
+
+    store(ref)
+
+
+def add_rows(sums: jax.Array, starts_smem, limit, ref, runs: Runs) -> None:
+    """Adds f32 `[64, Di]`, one row per entry of a tile, to the entries of `ref`, f32 `[G, Di]`."""
+    dim = sums.shape[1]
+
+    @plgpu.inline_mgpu(arg_types=(_WGMMA, plgpu.RefType(), _SCALAR, plgpu.RefType()))
+    def add(_, sums, starts, limit, ref):
+        lane = arith.remui(mgpu.thread_idx(), _i32(_WARPGROUP))
+        first = arith.addi(
+            arith.muli(_quotient(lane, 32), _i32(16)), _quotient(arith.remui(lane, _i32(32)), 4)
+        )
+        column = arith.muli(arith.remui(lane, _i32(4)), _i32(8))
+        base = _global_address(ref)
+        values = sums.registers.reshape(dim // 8, 2)
+        for half in range(2):
+            row = arith.addi(first, _i32(8 * half))
+            entry, valid = runs.entry(starts, row, _value(limit))
+            place = arith.addi(arith.muli(_wide(entry), _i64(4 * dim)), _wide(column))
+            place = arith.addi(base, place)
+            with mgpu.when(valid):
+                for block in range(dim // 8):
+                    pair = [
+                        vector.extract(
+                            values[block, half],
+                            dynamic_position=[],
+                            static_position=ir.DenseI64ArrayAttr.get([i]),
+                        )
+                        for i in range(2)
+                    ]
+                    target = arith.addi(place, _i64(32 * block))
+                    _asm("red.global.add.v2.f32 [$0], {$1, $2};", "l,f,f", [target, *pair])
+
+    add(sums, starts_smem, limit, ref)
