@@ -8,16 +8,18 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Implementation, dispatch
-from pallas_kernels.indexer import reference
-from pallas_kernels.indexer.reference import Pool
+from pallas_kernels.fp4 import row_bytes
+from pallas_kernels.indexer import mosaic_gpu, reference
+from pallas_kernels.indexer.reference import PACKED_FORMAT, Pool
 
-# On a GPU the scores of XLA are selected from by the kernel of topk, where that accepts them.
+# What the kernels decline is scored by XLA, and still selected by the kernel of topk.
 SELECT_IMPLEMENTATIONS = {
+    "mosaic_gpu": mosaic_gpu.select,
     "xla_mosaic_gpu": functools.partial(reference.select, topk_implementation="mosaic_gpu"),
     "xla": reference.select,
 }
-SCORES_IMPLEMENTATIONS = {"xla": reference.scores}
-SCORES_AT_IMPLEMENTATIONS = {"xla": reference.scores_at}
+SCORES_IMPLEMENTATIONS = {"mosaic_gpu": mosaic_gpu.scores, "xla": reference.scores}
+SCORES_AT_IMPLEMENTATIONS = {"mosaic_gpu": mosaic_gpu.scores_at, "xla": reference.scores_at}
 
 __all__ = ["Pool", "scores", "scores_at", "select"]
 
@@ -33,6 +35,7 @@ def select(
     pool: Pool | None = None,
     make_pool: tuple[int, int] | None = None,
     chunk: int | None = None,
+    on_grid: bool = False,
     implementation: Implementation = None,
 ) -> tuple[jax.Array, Pool | None]:
     """Selects the `top_k` entries of highest index score for each query (V4.1 report, section 2).
@@ -45,7 +48,8 @@ def select(
     Args:
         q: `[B, T, Hi, Di]` rotated index queries, float32 or bfloat16.
         w: `[B, T, Hi]` head weights, constant factors included; may be negative.
-        k: `[B, G, Di]` rotated index keys.
+        k: `[B, G, Di]` rotated index keys, or packed ones, uint8 `[B, G, Di / 2 + Di / 32]` as
+            `fp4.pack(k, "mxfp4")` makes them.
         lo: i32 `[B, T]` first visible entry, at least 0.
         hi: i32 `[B, T]` one past the last; `hi <= lo` means that nothing is visible.
         top_k: entries to select; may exceed G.
@@ -55,7 +59,12 @@ def select(
             visible entry always belongs to it.
         chunk: queries at a time; chosen from a memory budget when None, so that scores of all
             queries never exist at once.
-        implementation: "xla", a sequence of names to be tried in order, or None for the best.
+        on_grid: promises that q, and k unless packed, are values of the format "mxfp4"
+            (`fp4.fake_quantize`). A backend may then compute dot products in FP8: on this grid
+            their terms are exact, but for elements below 2^-14 of their row's largest. Without the
+            promise products are exact for whatever bfloat16 holds.
+        implementation: "mosaic_gpu" (Hopper), "xla", a sequence of names to be tried in order, or
+            None for the best.
 
     Returns:
         indices: i32 `[B, T, top_k]`, places in k in increasing order, -1 at the end where fewer can
@@ -93,6 +102,7 @@ def select(
         pool=pool,
         make_pool=make_pool,
         chunk=chunk,
+        on_grid=on_grid,
     )
 
 
@@ -104,15 +114,16 @@ def scores(
     hi: jax.Array,
     *,
     chunk: int | None = None,
+    on_grid: bool = False,
     implementation: Implementation = None,
 ) -> jax.Array:
     """Index scores of every entry: the student of the indexer's dense warm-up, and a test's truth.
 
     Args:
-        q, w, k, lo, hi, chunk, implementation: as for `select`.
+        q, w, k, lo, hi, chunk, on_grid, implementation: as for `select`.
 
     Returns:
-        f32 `[B, T, G]`, -inf outside `lo <= j < hi`; differentiable in q, w and k.
+        f32 `[B, T, G]`, -inf outside `lo <= j < hi`; differentiable in q, w and k (not packed).
 
     Raises:
         ValueError: arguments that do not fit each other.
@@ -121,7 +132,16 @@ def scores(
     _check_ranges(q, lo, hi)
     _check_chunk(chunk)
     return dispatch(
-        "indexer.scores", SCORES_IMPLEMENTATIONS, implementation, q, w, k, lo, hi, chunk=chunk
+        "indexer.scores",
+        SCORES_IMPLEMENTATIONS,
+        implementation,
+        q,
+        w,
+        k,
+        lo,
+        hi,
+        chunk=chunk,
+        on_grid=on_grid,
     )
 
 
@@ -132,6 +152,7 @@ def scores_at(
     indices: jax.Array,
     *,
     chunk: int | None = None,
+    on_grid: bool = False,
     implementation: Implementation = None,
 ) -> jax.Array:
     """Index scores of given entries: the student of the indexer's loss over a selection.
@@ -139,10 +160,10 @@ def scores_at(
     Args:
         q, w, k: as for `select`.
         indices: i32 `[B, T, K]` places in k; -1, or any other value outside `[0, G)`, is no entry.
-        chunk, implementation: as for `select`.
+        chunk, on_grid, implementation: as for `select`.
 
     Returns:
-        f32 `[B, T, K]`, 0 where there is no entry; differentiable in q, w and k.
+        f32 `[B, T, K]`, 0 where there is no entry; differentiable in q, w and k (not packed).
 
     Raises:
         ValueError: arguments that do not fit each other.
@@ -160,6 +181,7 @@ def scores_at(
         k,
         indices,
         chunk=chunk,
+        on_grid=on_grid,
     )
 
 
@@ -168,8 +190,9 @@ def _check_inputs(q, w, k) -> None:
         raise ValueError(f"q must be float32 or bfloat16 [B,T,Hi,Di], got {q.dtype}{list(q.shape)}")
     if w.shape != q.shape[:3]:
         raise ValueError(f"w must be {list(q.shape[:3])}, got {list(w.shape)}")
-    if k.ndim != 3 or (k.shape[0], k.shape[2]) != (q.shape[0], q.shape[3]):
-        raise ValueError(f"k must be [{q.shape[0]}, G, {q.shape[3]}], got {list(k.shape)}")
+    row = row_bytes(PACKED_FORMAT, q.shape[3]) if k.dtype == jnp.uint8 else q.shape[3]
+    if k.ndim != 3 or (k.shape[0], k.shape[2]) != (q.shape[0], row):
+        raise ValueError(f"k must be [{q.shape[0]}, G, {row}], got {k.dtype}{list(k.shape)}")
 
 
 def _check_ranges(q, lo, hi) -> None:

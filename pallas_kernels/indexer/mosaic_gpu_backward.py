@@ -134,7 +134,7 @@ def _kernel(
     dq_ref, dw_ref, dk_ref = refs if interpret else (*refs[1:], refs[0])
     b, t = (lax.axis_index(name) for name in ("batch", "query"))
     used = used_ref[b, t]
-    limit = jnp.int32(entries)
+    bounds = jnp.int32(0), jnp.int32(entries)
     shape = (TILE_KEYS, HEADS)
     ring = 2 * stages
     runs = rows.Runs(1)
@@ -148,7 +148,7 @@ def _kernel(
     def fetch_keys(tile):
         starts = starts_smem.at[lax.rem(tile, ring)]
         slot = lax.rem(tile, stages)
-        rows.fetch_rows(k_ref.at[b], starts, limit, keys_smem.at[slot], runs, interpret)
+        rows.fetch_rows(k_ref.at[b], starts, bounds, keys_smem.at[slot], runs, interpret)
 
     plgpu.copy_gmem_to_smem(q_ref.at[b, t], q_smem, q_barrier)
     copies.begin(0, used, fetch_starts, fetch_keys)
@@ -159,9 +159,7 @@ def _kernel(
         dq, dw = carry
         copies.advance(tile, used, fetch_starts, fetch_keys)
         keys = keys_smem.at[lax.rem(tile, stages)]
-        g = lanes.row_vector(
-            lanes.tile(g_ref, b, t, (tile * TILE_KEYS, TILE_KEYS)), interpret
-        )
+        g = lanes.row_vector(lanes.tile(g_ref, b, t, (tile * TILE_KEYS, TILE_KEYS)), interpret)
         g = lanes.along_rows(g, shape)
 
         def again(accumulator):
@@ -190,7 +188,7 @@ def _kernel(
         if interpret:
             dk_ref[b, t, pl.ds(tile * TILE_KEYS, TILE_KEYS)] = dk
         else:
-            rows.add_rows(dk, starts_smem.at[lax.rem(tile, ring)], limit, dk_ref.at[b], runs)
+            rows.add_rows(dk, starts_smem.at[lax.rem(tile, ring)], bounds, dk_ref.at[b], runs)
         return dq, dw
 
     def zeros(shape):

@@ -30,11 +30,15 @@ class TuningConfig:
 
     Attributes:
         stages: tiles of 64 keys that are in shared memory at a time.
-        take_turns: order the two warpgroups' use of the tensor cores by a barrier.
+        take_turns: let a warpgroup begin its product only when the other's is done. Left alone, the
+            tensor cores work on both at once, both end together, and nothing is left to run beside
+            the epilogues.
+        early: columns, 0 or 64 or 128, whose product may still run when the turn is passed on.
     """
 
     stages: int = 6
     take_turns: bool = True
+    early: int = 0
 
 
 def queries_per_group(heads: int) -> int:
@@ -136,7 +140,7 @@ def dense_scores(
             q_barrier=plgpu.Barrier(),
             full_barriers=plgpu.Barrier(num_barriers=stages),
             free_barriers=plgpu.Barrier(num_barriers=stages),
-            turn=plgpu.Barrier(num_arrivals=CONSUMERS),
+            turns=plgpu.Barrier(num_barriers=CONSUMERS),
         ),
         interpret=interpret,
     )
@@ -163,7 +167,7 @@ def _kernel(
     q_barrier,
     full_barriers,
     free_barriers,
-    turn,
+    turns,
     heads,
     tiles,
     scaled,
@@ -198,11 +202,6 @@ def _kernel(
                 scores, lanes.tile(maxima_ref, *at, (tile * blocks, blocks)), interpret
             )
 
-    def take_turn():
-        if config.take_turns:
-            plgpu.barrier_arrive(turn)
-            plgpu.barrier_wait(turn)
-
     @pl.when(warpgroup == CONSUMERS)
     def _():
         plgpu.set_max_registers(40, action="decrease")
@@ -223,7 +222,12 @@ def _kernel(
     @pl.when(warpgroup < CONSUMERS)
     def _():
         plgpu.set_max_registers(232, action="increase")
-        w = lanes.column_vector(lanes.tile(w_ref, b, (group * COLUMNS, COLUMNS)), interpret)
+        parts = [COLUMNS - config.early, config.early] if config.early else [COLUMNS]
+        begins = [0, COLUMNS - config.early]
+        w = [
+            lanes.column_vector(lanes.tile(w_ref, b, (group * COLUMNS + begin, part)), interpret)
+            for begin, part in zip(begins, parts, strict=False)
+        ]
         lo = lanes.column_vector(lanes.tile(lo_ref, b, (group * queries, queries)), interpret)
         hi = lanes.column_vector(lanes.tile(hi_ref, b, (group * queries, queries)), interpret)
         rows = lanes.row_numbers(shape, interpret)
@@ -241,42 +245,56 @@ def _kernel(
 
         plgpu.barrier_wait(q_barrier)
 
-        @pl.when(warpgroup == 1)
-        def _():
-            take_turn()
+        def await_keys(step):
+            @pl.when(step < count)
+            def _():
+                plgpu.barrier_wait(full_barriers.at[lax.rem(step, stages)])
 
-        # Both warpgroups go through the same number of turns.
-        @pl.loop(0, lax.div(count + 1, 2))
+        await_keys(warpgroup)
+
+        @pl.loop(0, lax.div(count + 1 - warpgroup, 2))
         def _(pair):
             step = 2 * pair + warpgroup
             slot = lax.rem(step, stages)
             tile = first + step
+            if scaled:
+                keys = (tile * TILE_KEYS, TILE_KEYS)
+                scales = lanes.row_vector(lanes.tile(scales_ref, b, keys), interpret)
+            if config.take_turns:
 
-            @pl.when(step < count)
-            def _():
-                plgpu.barrier_wait(full_barriers.at[slot])
-                if scaled:
-                    keys = (tile * TILE_KEYS, TILE_KEYS)
-                    scales = lanes.row_vector(lanes.tile(scales_ref, b, keys), interpret)
+                @pl.when(step > 0)
+                def _():
+                    plgpu.barrier_wait(turns.at[warpgroup])
 
-                def product(accumulator):
-                    plgpu.wgmma(accumulator, k_smem.at[slot], q_smem.T)
-                    take_turn()
-                    return accumulator[...]
+            def products(*accumulators):
+                for begin, part, accumulator in zip(begins, parts, accumulators, strict=False):
+                    columns = q_smem.at[pl.ds(begin, part)]
+                    plgpu.wgmma(accumulator, k_smem.at[slot], columns.T)
+                sums = []
+                for i, accumulator in enumerate(accumulators):
+                    pending = len(parts) - 1 - i
+                    dots = plgpu.wgmma_accumulator_load(accumulator, wait_n=pending)
+                    if i == 0:
+                        if config.take_turns:
 
-                dots = pl.run_scoped(product, plgpu.ACC((TILE_KEYS, COLUMNS), jnp.float32))
-                plgpu.barrier_arrive(free_barriers.at[slot])
-                scores = lanes.head_sums(dots, w, heads, interpret)
-                if scaled:
-                    scores = scores * lanes.along_rows(scales, shape)
-                store(jnp.where(visible(tile), scores, -jnp.inf), tile)
-                take_turn()
+                            @pl.when(step + 1 < count)
+                            def _():
+                                plgpu.barrier_arrive(turns.at[1 - warpgroup])
 
-            @pl.when(step >= count)
-            def _():
-                take_turn()
-                take_turn()
+                        # Done here, the branch that it takes to wait keeps the compiler from
+                        # putting the epilogue before the arrival.
+                        await_keys(step + CONSUMERS)
+                    if pending == 0:
 
-        @pl.when(warpgroup == 0)
-        def _():
-            take_turn()
+                        @pl.when(step + stages < count)
+                        def _():
+                            plgpu.barrier_arrive(free_barriers.at[slot])
+
+                    sums.append(lanes.head_sums(dots, w[i], heads, interpret))
+                return lanes.scores_of(lanes.join(sums, interpret), interpret)
+
+            accumulators = [plgpu.ACC((TILE_KEYS, part), jnp.float32) for part in parts]
+            scores = pl.run_scoped(products, *accumulators)
+            if scaled:
+                scores = scores * lanes.along_rows(scales, shape)
+            store(jnp.where(visible(tile), scores, -jnp.inf), tile)

@@ -39,25 +39,28 @@ def gathered_scores(
     w: jax.Array,
     k: jax.Array,
     starts: jax.Array,
-    limit: jax.Array,
+    lo: jax.Array,
+    hi: jax.Array,
     *,
     size: int,
     absent: float,
+    scales: jax.Array | None = None,
     config: TuningConfig = TuningConfig(),
     interpret: object = None,
 ) -> jax.Array:
     """Scores of runs of entries.
 
     Args:
-        q: bfloat16 `[B, T, Hi, Di]`, Hi a multiple of 8 up to 256; Di 64 or 128 (128 for packed
-            keys).
-        w: f32 `[B, T, Hi]`.
-        k: bfloat16 `[B, G, Di]`, or packed keys, uint8 `[B, G, 68]`.
+        q: `[B, T, Hi, Di]`, bfloat16, or float8_e4m3fn; Hi a multiple of 8 up to 256, Di 128.
+        w: f32 `[B, T, Hi]`; scales of the queries are part of it.
+        k: `[B, G, Di]` like q, or packed keys, uint8 `[B, G, 68]`, with queries in bfloat16.
         starts: i32 `[B, T, R]`, each the first of `size` consecutive entries; negative for none.
+            With packed keys and size > 1 they must be multiples of 4, and so must G.
             Only as many are worked on as make all tiles up to the last that is not.
-        limit: i32 `[B, T]`, at most G: entries from it on are absent.
+        lo, hi: i32 `[B, T]`: entries outside `lo <= j < hi` are absent; hi at most G.
         size: 1, 8 or 64.
         absent: the score of absent entries.
+        scales: f32 `[B, G]`, positive factors of the keys, or None for 1; not with packed keys.
         config: how the work is cut.
         interpret: of `plgpu.kernel`.
 
@@ -82,19 +85,19 @@ def gathered_scores(
         q, w = rows.permute_channels(q), w * rows.PACKED_WEIGHT
     share = min(config.tiles or tiles, tiles)
     stages = config.stages
-    transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+    transforms = (
+        plgpu.TilingTransform((8, 128 // q.dtype.itemsize)),
+        plgpu.SwizzleTransform(128),
+    )
     if packed:
-        words = k.shape[-1]
-        key_scratch = (
-            plgpu.SMEM((stages, TILE_KEYS, words - 1), jnp.int32),
-            plgpu.SMEM((stages, TILE_KEYS), jnp.int32),
-        )
+        keys_smem = plgpu.SMEM((stages, TILE_KEYS, k.shape[-1]), jnp.int32)
     else:
-        key_scratch = (plgpu.SMEM((stages, TILE_KEYS, dim), jnp.bfloat16, transforms=transforms),)
+        keys_smem = plgpu.SMEM((stages, TILE_KEYS, dim), q.dtype, transforms=transforms)
     kernel = plgpu.kernel(
         functools.partial(
             _kernel,
             runs=runs,
+            packed=packed,
             tiles=tiles,
             share=share,
             absent=absent,
@@ -105,43 +108,51 @@ def gathered_scores(
         grid=(-(-tiles // share), queries, batch),
         grid_names=("share", "query", "batch"),
         scratch_types=dict(
-            q_smem=plgpu.SMEM((heads, dim), jnp.bfloat16, transforms=transforms),
-            keys_smem=key_scratch,
+            q_smem=plgpu.SMEM((heads, dim), q.dtype, transforms=transforms),
+            keys_smem=keys_smem,
             starts_smem=plgpu.SMEM((2 * stages, per_tile), jnp.int32),
+            scales_smem=plgpu.SMEM((stages, TILE_KEYS), jnp.float32),
             q_barrier=plgpu.Barrier(),
         ),
         interpret=interpret,
     )
-    scores = kernel(used, limit.astype(jnp.int32), starts, q, w, k)
+    lo, hi = (jnp.asarray(x, jnp.int32) for x in (lo, hi))
+    arguments = [used, lo, hi, starts, q, w, k]
+    if scales is not None:
+        arguments.append(scales.astype(jnp.float32))
+    scores = kernel(*arguments)
     return scores[..., : count * size]
 
 
 def _kernel(
     used_ref,
-    limit_ref,
+    lo_ref,
+    hi_ref,
     starts_ref,
     q_ref,
     w_ref,
     k_ref,
-    out_ref,
-    *,
+    *refs,
     q_smem,
     keys_smem,
     starts_smem,
+    scales_smem,
     q_barrier,
     runs,
+    packed,
     tiles,
     share,
     absent,
     stages,
     interpret,
 ):
+    *scales_ref, out_ref = refs
     b, t, s = (lax.axis_index(name) for name in ("batch", "query", "share"))
     heads, _ = q_smem.shape
     begin = s * share
     end = jnp.minimum(begin + share, tiles)
     used = jnp.clip(used_ref[b, t], begin, end)
-    limit = limit_ref[b, t]
+    bounds = lo_ref[b, t], hi_ref[b, t]
     ring = 2 * stages
     copies = rows.Copies(stages, runs, interpret)
 
@@ -152,13 +163,10 @@ def _kernel(
     def fetch_keys(tile):
         starts = starts_smem.at[lax.rem(tile, ring)]
         slot = lax.rem(tile, stages)
-        if len(keys_smem) == 1:
-            rows.fetch_rows(
-                k_ref.at[b], starts, limit, keys_smem[0].at[slot], runs, interpret
-            )
-        else:
-            elements, scales = (x.at[slot] for x in keys_smem)
-            rows.fetch_packed(k_ref.at[b], starts, limit, elements, scales, runs, interpret)
+        fetch = rows.fetch_packed if packed else rows.fetch_rows
+        fetch(k_ref.at[b], starts, bounds, keys_smem.at[slot], runs, interpret)
+        for ref in scales_ref:
+            rows.fetch_scales(ref.at[b], starts, bounds, scales_smem.at[slot], runs, interpret)
 
     @pl.when(begin < used)
     def _():
@@ -171,24 +179,25 @@ def _kernel(
         def _(tile):
             copies.advance(tile, used, fetch_starts, fetch_keys)
             slot = lax.rem(tile, stages)
-            if len(keys_smem) == 1:
-                keys = keys_smem[0].at[slot]
-            else:
-                elements, scales = (x.at[slot] for x in keys_smem)
-                keys = rows.unpack_rows(elements, scales, interpret)
+            keys = keys_smem.at[slot]
+            if packed:
+                keys = rows.unpack_rows(keys, interpret)
 
             def product(accumulator):
                 plgpu.wgmma(accumulator, keys, q_smem.T)
                 return accumulator[...]
 
-            if interpret and len(keys_smem) > 1:  # which knows no left operand in registers
+            if interpret and packed:  # which knows no left operand in registers
                 dots = jnp.dot(keys, q_smem[...].T, preferred_element_type=jnp.float32)
             else:
                 dots = pl.run_scoped(product, plgpu.ACC((TILE_KEYS, heads), jnp.float32))
             starts = starts_smem.at[lax.rem(tile, ring)]
             at = lanes.tile(out_ref, b, t, (tile * TILE_KEYS, TILE_KEYS))
-            rows.store_scores(dots, w, starts, limit, absent, at, runs, interpret)
+            scales = scales_smem.at[slot] if scales_ref else None
+            rows.store_scores(dots, w, starts, bounds, scales, absent, at, runs, interpret)
 
     @pl.loop(used, end)
     def _(tile):
-        rows.store_absent(absent, lanes.tile(out_ref, b, t, (tile * TILE_KEYS, TILE_KEYS)), interpret)
+        rows.store_absent(
+            absent, lanes.tile(out_ref, b, t, (tile * TILE_KEYS, TILE_KEYS)), interpret
+        )

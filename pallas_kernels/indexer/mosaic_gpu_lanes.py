@@ -16,9 +16,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, memref, vector
-from jaxlib.mlir.dialects import math as mlir_math
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import arith, memref, vector
+from jax.extend.mlir.dialects import math as mlir_math
 
 TILE_KEYS = 64
 COLUMNS = 8
@@ -34,6 +34,10 @@ def _i32(value: int):
 def _element(register, position: int):
     index = ir.DenseI64ArrayAttr.get([position])
     return vector.extract(register, dynamic_position=[], static_position=index)
+
+
+def _pair(values: list):
+    return vector.from_elements(ir.VectorType.get((2,), ir.F32Type.get()), values)
 
 
 def _lane_bit(bit: int):
@@ -56,27 +60,28 @@ def _exchange(values: list, bit: int) -> list:
 
 
 def head_sums(accumulator: jax.Array, w: jax.Array, heads: int, interpret: bool) -> jax.Array:
-    """Scores of 64 keys for the queries whose heads are the columns of an accumulator.
+    """Each lane's part of the scores of 64 keys for the queries whose heads are the columns.
 
     Args:
-        accumulator: f32 `[64, queries * heads]`, dot products; heads a multiple of 8 and queries
-            of 8.
+        accumulator: f32 `[64, queries * heads]`, dot products; heads a multiple of 8, queries of 4.
         w: f32 `[queries * heads]`, in the accumulator's column layout.
         heads: Hi.
         interpret: run on whole arrays.
 
     Returns:
-        f32 `[64, queries]`, sum over heads of `w relu(dot)`, in an accumulator's layout.
+        f32 `[64, queries * 4]` in an accumulator's layout: at column 8 b + 2 c + i the sum of
+        `w relu(dot)` over the heads of query 2 b + i that lane c holds.
     """
     columns = accumulator.shape[1]
     queries = columns // heads
     if interpret:
-        parts = jnp.maximum(accumulator, 0) * w
-        return parts.reshape(TILE_KEYS, queries, heads).sum(axis=-1)
+        parts = (jnp.maximum(accumulator, 0) * w).reshape(TILE_KEYS, queries, heads // 8, 4, 2)
+        parts = parts.sum(axis=(2, 4)).reshape(TILE_KEYS, queries // 2, 2, 4)
+        return parts.swapaxes(2, 3).reshape(TILE_KEYS, queries * 4)
 
     @plgpu.inline_mgpu(
         arg_types=(_WGMMA, _WGMMA.reduce(0)),
-        return_type=plgpu.ShapeDtypeStruct((TILE_KEYS, queries), jnp.float32, layout=_WGMMA),
+        return_type=plgpu.ShapeDtypeStruct((TILE_KEYS, queries * 4), jnp.float32, layout=_WGMMA),
     )
     def reduce(_, accumulator, w):
         f32 = ir.F32Type.get()
@@ -88,28 +93,72 @@ def head_sums(accumulator: jax.Array, w: jax.Array, heads: int, interpret: bool)
         ]
         blocks = heads // 8
         layout = mgpu.WGMMA_LAYOUT
+        out = np.empty(layout.registers_shape((TILE_KEYS, queries * 4)), dtype=object)
+        flat = out.reshape(queries // 2, 2)
+        for half in range(2):
+            sums = []
+            for query in range(queries):
+                total = None
+                for block in range(query * blocks, (query + 1) * blocks):
+                    for i in range(2):
+                        dot = _element(dots[block, half], i)
+                        dot = arith.addf(dot, mlir_math.absf(dot))
+                        if total is None:
+                            total = arith.mulf(dot, weights[block][i])
+                        else:
+                            total = mlir_math.fma(dot, weights[block][i], total)
+                sums.append(total)
+            for pair in range(queries // 2):
+                flat[pair, half] = _pair(sums[2 * pair : 2 * pair + 2])
+        return mgpu.FragmentedArray(_registers=out, _layout=layout, _is_signed=None)
+
+    return reduce(accumulator, w)
+
+
+def scores_of(parts: jax.Array, interpret: bool) -> jax.Array:
+    """Scores `[64, queries]` from the lanes' parts `[64, queries * 4]`, queries a multiple of 8."""
+    queries = parts.shape[1] // 4
+    if interpret:
+        lanes = parts.reshape(TILE_KEYS, queries // 2, 4, 2)
+        return lanes.sum(axis=2).reshape(TILE_KEYS, queries)
+
+    @plgpu.inline_mgpu(
+        arg_types=(_WGMMA,),
+        return_type=plgpu.ShapeDtypeStruct((TILE_KEYS, queries), jnp.float32, layout=_WGMMA),
+    )
+    def combine(_, parts):
+        registers = parts.registers.reshape(queries // 2, 2)
+        layout = mgpu.WGMMA_LAYOUT
         out = np.empty(layout.registers_shape((TILE_KEYS, queries)), dtype=object)
         flat = out.reshape(queries // COLUMNS, 2)
         for group in range(queries // COLUMNS):
             for half in range(2):
-                sums = []
-                for query in range(COLUMNS):
-                    total = None
-                    for block in range(blocks):
-                        column = (group * COLUMNS + query) * blocks + block
-                        for i in range(2):
-                            dot = _element(dots[column, half], i)
-                            dot = arith.addf(dot, mlir_math.absf(dot))
-                            if total is None:
-                                total = arith.mulf(dot, weights[column][i])
-                            else:
-                                total = mlir_math.fma(dot, weights[column][i], total)
-                    sums.append(total)
-                pair = _exchange(_exchange(sums, 1), 0)
-                flat[group, half] = vector.from_elements(ir.VectorType.get((2,), f32), pair)
+                pairs = registers[4 * group : 4 * group + 4, half]
+                sums = [_element(pair, i) for pair in pairs for i in range(2)]
+                flat[group, half] = _pair(_exchange(_exchange(sums, 1), 0))
         return mgpu.FragmentedArray(_registers=out, _layout=layout, _is_signed=None)
 
-    return reduce(accumulator, w)
+    return combine(parts)
+
+
+def join(parts: list[jax.Array], interpret: bool) -> jax.Array:
+    """Concatenates arrays in an accumulator's layout along their columns."""
+    if interpret:
+        return jnp.concatenate(parts, axis=1)
+    columns = sum(part.shape[1] for part in parts)
+
+    @plgpu.inline_mgpu(
+        arg_types=(_WGMMA,) * len(parts),
+        return_type=plgpu.ShapeDtypeStruct((TILE_KEYS, columns), jnp.float32, layout=_WGMMA),
+    )
+    def concatenate(_, *parts):
+        return mgpu.FragmentedArray(
+            _registers=np.concatenate([part.registers for part in parts], axis=1),
+            _layout=mgpu.WGMMA_LAYOUT,
+            _is_signed=None,
+        )
+
+    return concatenate(*parts)
 
 
 def store_transposed(scores: jax.Array, ref, interpret: bool) -> None:
@@ -126,7 +175,7 @@ def store_transposed(scores: jax.Array, ref, interpret: bool) -> None:
 
 
 def store_block_maxima(scores: jax.Array, ref, interpret: bool) -> None:
-    """Writes the largest of every 8 consecutive rows of scores `[64, queries]` to `[queries, 8]`."""
+    """Writes the largest of every 8 rows of scores `[64, queries]` to `ref`, `[queries, 8]`."""
     if interpret:
         ref[...] = scores.reshape(TILE_KEYS // BLOCK, BLOCK, -1).max(axis=1).T
         return

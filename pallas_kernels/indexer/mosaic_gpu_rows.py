@@ -1,9 +1,9 @@
 """Bringing chosen index keys into shared memory, and packed ones from there into registers.
 
-Hopper's copy engine takes no list of rows, and its copies of single rows are slow to issue. So every
-lane of the warpgroup copies a few words by itself (cp.async), into the tiled and swizzled places
-that wgmma expects. Of packed rows the 4-bit elements and the scales go to two arrays; lanes read
-them from there as the fragments of wgmma's left operand.
+Hopper's copy engine takes no list of rows, and its copies of single rows are slow to issue. So
+every lane of the warpgroup copies a few words by itself (cp.async), into the tiled and swizzled
+places that wgmma expects. Packed rows keep their form; lanes read from them the fragments of
+wgmma's left operand.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, memref, vector
-from jaxlib.mlir.dialects import math as mlir_math
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import arith, memref, vector
+from jax.extend.mlir.dialects import math as mlir_math
 
+from pallas_kernels._compat import llvm
 from pallas_kernels.indexer.mosaic_gpu_lanes import TILE_KEYS
 
 _WARPGROUP = 128
@@ -49,10 +50,6 @@ def _index(value):
     return arith.index_cast(ir.IndexType.get(), value)
 
 
-def _value(scalar):
-    return scalar.registers.item()
-
-
 def _asm(text: str, constraints: str, arguments: list, result=None):
     """Inline PTX that is neither moved nor dropped."""
     result = ir.Type.parse("!llvm.void") if result is None else result
@@ -73,9 +70,7 @@ def _copy(target, source, size: int, valid) -> None:
     """Copies `size` bytes, or writes zeros where not `valid`."""
     taken = arith.select(valid, _i32(size), _i32(0))
     kind = "cg" if size == 16 else "ca"
-    _asm(
-        f"cp.async.{kind}.shared.global [$0], [$1], {size}, $2;", "r,l,r", [target, source, taken]
-    )
+    _asm(f"cp.async.{kind}.shared.global [$0], [$1], {size}, $2;", "r,l,r", [target, source, taken])
 
 
 def _both(*conditions):
@@ -113,11 +108,19 @@ class Runs:
         """Starts that make 64 entries."""
         return TILE_KEYS // self.size
 
-    def entry(self, starts, row, limit):
+    def entry(self, starts, row, bounds):
         """(entry, valid) of row `row` of a tile whose starts are in shared memory."""
+        lo, hi = (bound.registers.item() for bound in bounds)
         start = memref.load(starts, [_index(_quotient(row, self.size))])
         entry = arith.addi(start, arith.remui(row, _i32(self.size)))
-        return entry, _both(_at_least(start, _i32(0)), _less(entry, limit))
+        valid = _both(_at_least(start, _i32(0)), _at_least(entry, lo), _less(entry, hi))
+        return entry, valid
+
+    def entries(self, starts_smem, bounds):
+        """(entries, valid) of all rows of a tile, in interpret mode."""
+        starts = jnp.repeat(starts_smem[...], self.size)
+        entries = starts + jnp.arange(TILE_KEYS) % self.size
+        return entries, (starts >= 0) & (entries >= bounds[0]) & (entries < bounds[1])
 
 
 def fetch_starts(starts_gmem, starts_smem, runs: Runs, interpret: bool) -> None:
@@ -168,28 +171,32 @@ def wait_groups(pending: int, interpret: bool) -> None:
     wait()
 
 
-def fetch_rows(keys_gmem, starts_smem, limit, rows_smem, runs: Runs, interpret: bool) -> None:
+def fetch_rows(keys_gmem, starts_smem, bounds, rows_smem, runs: Runs, interpret: bool) -> None:
     """Begins to copy the keys of one tile.
 
     Args:
-        keys_gmem: bfloat16 `[G, Di]` of one batch row.
+        keys_gmem: bfloat16 or float8 `[G, Di]` of one batch row; a row has a multiple of 128 bytes.
         starts_smem: i32 `[64 // size]`.
-        limit: i32 scalar, entries from it on count as absent.
-        rows_smem: bfloat16 `[64, Di]`, tiled (8, 64) with 128-byte swizzle; zeros where absent.
+        bounds: i32 scalars lo and hi; entries outside `lo <= j < hi` count as absent.
+        rows_smem: `[64, Di]`, in tiles of 8 rows and 128 bytes with 128-byte swizzle; zeros where
+            absent.
         runs: how entries are listed.
         interpret: run on whole arrays.
     """
     if interpret:
-        _interpret_rows(keys_gmem, starts_smem, limit, rows_smem, runs)
+        _interpret_rows(keys_gmem, starts_smem, bounds, rows_smem, runs)
         return
-    entries, dim = keys_gmem.shape
-    chunks = dim // 8
-    transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+    row_bytes = keys_gmem.shape[1] * keys_gmem.dtype.itemsize
+    chunks = row_bytes // 16
+    transforms = (
+        plgpu.TilingTransform((8, 128 // keys_gmem.dtype.itemsize)),
+        plgpu.SwizzleTransform(128),
+    )
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.RefType(), _SCALAR, plgpu.RefType(transforms))
+        arg_types=(plgpu.RefType(), plgpu.RefType(), (_SCALAR, _SCALAR), plgpu.RefType(transforms))
     )
-    def copy(_, keys, starts, limit, target):
+    def copy(_, keys, starts, bounds, target):
         lane = arith.remui(mgpu.thread_idx(), _i32(_WARPGROUP))
         chunk = arith.remui(lane, _i32(chunks))
         base = _shared_address(target)
@@ -197,88 +204,95 @@ def fetch_rows(keys_gmem, starts_smem, limit, rows_smem, runs: Runs, interpret: 
         rows_at_once = _WARPGROUP // chunks
         for step in range(TILE_KEYS // rows_at_once):
             row = arith.addi(_quotient(lane, chunks), _i32(step * rows_at_once))
-            entry, valid = runs.entry(starts, row, _value(limit))
-            offset = arith.muli(_wide(entry), _i64(2 * dim))
+            entry, valid = runs.entry(starts, row, bounds)
+            offset = arith.muli(_wide(entry), _i64(row_bytes))
             offset = arith.addi(offset, _wide(arith.muli(chunk, _i32(16))))
-            # Tiles of 8 rows and 64 columns follow each other; a row's eight 16-byte chunks are
+            # Tiles of 8 rows and 128 bytes follow each other; a row's eight 16-byte chunks are
             # permuted by the row's number.
             inside = arith.remui(row, _i32(8))
-            number = arith.addi(
-                arith.muli(_quotient(row, 8), _i32(dim // 64)), _quotient(chunk, 8)
-            )
+            number = arith.muli(_quotient(row, 8), _i32(row_bytes // 128))
+            number = arith.addi(number, _quotient(chunk, 8))
             place = arith.addi(arith.muli(number, _i32(1024)), arith.muli(inside, _i32(128)))
             swizzled = arith.xori(arith.remui(chunk, _i32(8)), inside)
             place = arith.addi(place, arith.muli(swizzled, _i32(16)))
             offset = arith.select(valid, offset, _i64(0))
             _copy(arith.addi(base, place), arith.addi(source, offset), 16, valid)
 
-    copy(keys_gmem, starts_smem, limit, rows_smem)
+    copy(keys_gmem, starts_smem, bounds, rows_smem)
 
 
-def fetch_packed(
-    keys_gmem, starts_smem, limit, elements_smem, scales_smem, runs: Runs, interpret: bool
+def fetch_scales(
+    scales_gmem, starts_smem, bounds, scales_smem, runs: Runs, interpret: bool
 ) -> None:
-    """Begins to copy the packed keys of one tile.
-
-    Args:
-        keys_gmem: i32 `[G, words]` of one batch row: E2M1 elements, then a word of four scales.
-        starts_smem: i32 `[64 // size]`.
-        limit: i32 scalar, entries from it on count as absent.
-        elements_smem: i32 `[64, words - 1]`.
-        scales_smem: i32 `[64]`.
-        runs: how entries are listed.
-        interpret: run on whole arrays.
-    """
-    words = keys_gmem.shape[1]
+    """Begins to copy the scales, f32 `[G]`, of one tile's keys to `[64]`; 0 where absent."""
     if interpret:
-        both = jnp.zeros((TILE_KEYS, words), jnp.int32)
-        for row in range(TILE_KEYS):
-            start = starts_smem[row // runs.size]
-            entry = start + row % runs.size
-            valid = (start >= 0) & (entry < limit)
-            key = keys_gmem[jnp.where(valid, entry, 0)]
-            both = both.at[row].set(jnp.where(valid, key, 0))
-        elements_smem[...] = both[:, :-1]
-        scales_smem[...] = both[:, -1]
+        _interpret_rows(scales_gmem, starts_smem, bounds, scales_smem, runs)
         return
 
     @plgpu.inline_mgpu(
-        arg_types=(
-            plgpu.RefType(),
-            plgpu.RefType(),
-            _SCALAR,
-            plgpu.RefType(),
-            plgpu.RefType(),
-        )
+        arg_types=(plgpu.RefType(), plgpu.RefType(), (_SCALAR, _SCALAR), plgpu.RefType())
     )
-    def copy(_, keys, starts, limit, elements, scales):
+    def copy(_, scales, starts, bounds, target):
         lane = arith.remui(mgpu.thread_idx(), _i32(_WARPGROUP))
-        to_elements, to_scales = _shared_address(elements), _shared_address(scales)
-        source = _global_address(keys)
+        target, source = _shared_address(target), _global_address(scales)
+        with mgpu.when(_less(lane, _i32(TILE_KEYS))):
+            entry, valid = runs.entry(starts, lane, bounds)
+            offset = arith.select(valid, arith.muli(_wide(entry), _i64(4)), _i64(0))
+            place = arith.addi(target, arith.muli(lane, _i32(4)))
+            _copy(place, arith.addi(source, offset), 4, valid)
+
+    copy(scales_gmem, starts_smem, bounds, scales_smem)
+
+
+def fetch_packed(keys_gmem, starts_smem, bounds, rows_smem, runs: Runs, interpret: bool) -> None:
+    """Begins to copy the packed keys of one tile.
+
+    Args:
+        keys_gmem: i32 `[G, words]` of one batch row: E2M1 elements, then a word of four scales. For
+            runs of several entries, starts that are multiples of 4 and the array itself must lie at
+            16-byte boundaries.
+        starts_smem: i32 `[64 // size]`.
+        bounds: i32 scalars lo and hi; entries outside `lo <= j < hi` count as absent. Of a run, all
+            or nothing is copied.
+        rows_smem: i32 `[64, words]`.
+        runs: how entries are listed.
+        interpret: run on whole arrays.
+    """
+    if interpret:
+        _interpret_rows(keys_gmem, starts_smem, bounds, rows_smem, runs)
+        return
+    entries, words = keys_gmem.shape
+    # Words that one lane copies at a time: rows are 68 bytes, which 16 divide only four by four.
+    width = 1 if runs.size == 1 else 4
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.RefType()),
+    )
+    def copy(_, keys, starts, target):
+        lane = arith.remui(mgpu.thread_idx(), _i32(_WARPGROUP))
+        target, source = _shared_address(target), _global_address(keys)
+        run_words = runs.size * words
 
         def one(number):
-            row = _quotient(number, words)
-            word = arith.remui(number, _i32(words))
-            entry, valid = runs.entry(starts, row, _value(limit))
-            offset = arith.muli(_wide(entry), _i64(4 * words))
-            offset = arith.addi(offset, _wide(arith.muli(word, _i32(4))))
+            run = _quotient(number, run_words // width)
+            within = arith.muli(arith.remui(number, _i32(run_words // width)), _i32(4 * width))
+            start = memref.load(starts, [_index(run)])
+            # The last run may reach beyond the array: what lies there is not read.
+            available = arith.muli(arith.subi(_i32(entries), start), _i32(4 * words))
+            valid = _both(_at_least(start, _i32(0)), _less(within, available))
+            offset = arith.addi(arith.muli(_wide(start), _i64(4 * words)), _wide(within))
             offset = arith.select(valid, offset, _i64(0))
-            inner = arith.addi(arith.muli(row, _i32(words - 1)), word)
-            target = arith.select(
-                _less(word, _i32(words - 1)),
-                arith.addi(to_elements, arith.muli(inner, _i32(4))),
-                arith.addi(to_scales, arith.muli(row, _i32(4))),
-            )
-            _copy(target, arith.addi(source, offset), 4, valid)
+            place = arith.muli(number, _i32(4 * width))
+            _copy(arith.addi(target, place), arith.addi(source, offset), 4 * width, valid)
 
-        whole, rest = divmod(TILE_KEYS * words, _WARPGROUP)
+        whole, rest = divmod(TILE_KEYS * words // width, _WARPGROUP)
         for step in range(whole):
             one(arith.addi(lane, _i32(step * _WARPGROUP)))
         if rest:
             with mgpu.when(_less(lane, _i32(rest))):
                 one(arith.addi(lane, _i32(whole * _WARPGROUP)))
 
-    copy(keys_gmem, starts_smem, limit, elements_smem, scales_smem)
+    copy(keys_gmem, starts_smem, rows_smem)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -327,7 +341,7 @@ def permute_channels(q: jax.Array) -> jax.Array:
     return parts.reshape(q.shape)
 
 
-def unpack_rows(elements_smem, scales_smem, interpret: bool) -> jax.Array:
+def unpack_rows(rows_smem, interpret: bool) -> jax.Array:
     """Packed keys of a tile as wgmma's left operand: bfloat16 `[64, 128]`, 2^-64 of their values.
 
     The channels are those that `permute_channels` permutes: lane c of a row's four lanes takes the
@@ -335,7 +349,7 @@ def unpack_rows(elements_smem, scales_smem, interpret: bool) -> jax.Array:
     """
     if interpret:
         nibbles = jnp.arange(8) * 4
-        codes = ((elements_smem[...][..., None] >> nibbles) & 15).reshape(TILE_KEYS, 128)
+        codes = ((rows_smem[:, :16][..., None] >> nibbles) & 15).reshape(TILE_KEYS, 128)
         magnitude = codes & 7
         value = jnp.where(
             magnitude < 2,
@@ -343,19 +357,18 @@ def unpack_rows(elements_smem, scales_smem, interpret: bool) -> jax.Array:
             jnp.exp2(magnitude // 2 - 1.0) * (1 + 0.5 * (magnitude & 1)),
         )
         value = jnp.where(codes & 8, -value, value)
-        exponents = (scales_smem[...][:, None] >> (jnp.arange(4) * 8)) & 255
+        exponents = (rows_smem[:, 16:] >> (jnp.arange(4) * 8)) & 255
         scale = jnp.where(exponents < 255, jnp.exp2(exponents - 191.0), jnp.nan)
         value = value * jnp.repeat(scale, 32, axis=1)
         return permute_channels(value).astype(jnp.bfloat16)
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.RefType()),
+        arg_types=(plgpu.RefType(),),
         return_type=plgpu.ShapeDtypeStruct((TILE_KEYS, 128), jnp.bfloat16, layout=_WGMMA),
     )
-    def unpack(_, elements, scales):
+    def unpack(_, words):
         i32 = ir.IntegerType.get_signless(32)
         pair = ir.VectorType.get((2,), ir.BF16Type.get())
-        four = ir.VectorType.get((4,), i32)
         lane = arith.remui(mgpu.thread_idx(), _i32(_WARPGROUP))
         column = arith.remui(lane, _i32(4))
         first = arith.addi(
@@ -366,40 +379,37 @@ def unpack_rows(elements_smem, scales_smem, interpret: bool) -> jax.Array:
         flat = out.reshape(16, 2)
         for half in range(2):
             row = arith.addi(first, _i32(8 * half))
-            at = [_index(row), _index(arith.muli(column, _i32(4)))]
-            words = vector.load(four, elements, at)
-            scale = memref.load(scales, [_index(row)])
+            scale = memref.load(words, [_index(row), mgpu.c(16, ir.IndexType.get())])
             scale = arith.shrui(scale, arith.muli(column, _i32(8)))
             scale = arith.andi(scale, _i32(255))
             scale = arith.minui(arith.addi(scale, _i32(_PACKED_EXPONENT)), _i32(255))
             scale = arith.muli(scale, _i32(0x00800080))
             for i in range(4):
-                position = ir.DenseI64ArrayAttr.get([i])
-                word = vector.extract(words, dynamic_position=[], static_position=position)
+                at = arith.addi(arith.muli(column, _i32(4)), _i32(i))
+                word = memref.load(words, [_index(row), _index(at)])
+                upper = arith.shrui(word, _i32(8))
                 for x in range(4):
-                    magnitude = arith.andi(_shift(word, 6 - 4 * x), _i32(0x01C001C0))
-                    sign = arith.andi(_shift(word, 12 - 4 * x), _i32(0x80008000 - 2**32))
-                    both = arith.ori(magnitude, sign)
+                    # A nibble's sign and magnitude go to places 6 bits apart. A product with two
+                    # bits makes both copies, and runs beside the masks on another pipe.
+                    source, left = (word, 12 - 4 * x) if x < 2 else (upper, 20 - 4 * x)
+                    nibbles = arith.andi(source, _i32(0x000F000F << (12 - left)))
+                    copies = arith.muli(nibbles, _i32((1 << left) + (1 << (left - 6))))
+                    both = arith.andi(copies, _i32(0x81C081C0 - 2**32))
                     product = llvm.inline_asm(
                         i32, [both, scale], "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", asm_dialect=0
                     )
                     flat[4 * i + x, half] = mgpu_utils.bitcast(product, pair)
         return mgpu.FragmentedArray(_registers=out, _layout=layout, _is_signed=None)
 
-    return unpack(elements_smem, scales_smem)
-
-
-def _shift(word, left: int):
-    if left == 0:
-        return word
-    return arith.shli(word, _i32(left)) if left > 0 else arith.shrui(word, _i32(-left))
+    return unpack(rows_smem)
 
 
 def store_scores(
     accumulator: jax.Array,
     w: jax.Array,
     starts_smem,
-    limit,
+    bounds,
+    scales_smem,
     absent: float,
     ref,
     runs: Runs,
@@ -411,25 +421,34 @@ def store_scores(
         accumulator: f32 `[64, Hi]`, dot products.
         w: f32 `[Hi]`, in the accumulator's column layout.
         starts_smem: i32 `[64 // size]`.
-        limit: i32 scalar, entries from it on count as absent.
+        bounds: i32 scalars lo and hi; entries outside `lo <= j < hi` count as absent.
+        scales_smem: f32 `[64]`, factors of the scores, or None.
         absent: score of absent entries.
         ref: f32 `[64]` in global memory.
         runs: how entries are listed.
         interpret: run on whole arrays.
     """
     heads = accumulator.shape[1]
+    scaled = scales_smem is not None
     if interpret:
         scores = (jnp.maximum(accumulator, 0) * w).sum(axis=1)
-        rows = jnp.arange(TILE_KEYS)
-        starts = jnp.repeat(starts_smem[...], runs.size)
-        valid = (starts >= 0) & (starts + rows % runs.size < limit)
+        if scaled:
+            scores = scores * scales_smem[...]
+        _, valid = runs.entries(starts_smem, bounds)
         ref[...] = jnp.where(valid, scores, absent)
         return
 
     @plgpu.inline_mgpu(
-        arg_types=(_WGMMA, _WGMMA.reduce(0), plgpu.RefType(), _SCALAR, plgpu.RefType())
+        arg_types=(
+            _WGMMA,
+            _WGMMA.reduce(0),
+            plgpu.RefType(),
+            (_SCALAR, _SCALAR),
+            plgpu.RefType(),
+            *[plgpu.RefType()] * scaled,
+        )
     )
-    def store(_, accumulator, w, starts, limit, ref):
+    def store(_, accumulator, w, starts, bounds, ref, scales=None):
         f32 = ir.F32Type.get()
         lane = arith.remui(mgpu.thread_idx(), _i32(_WARPGROUP))
         first = arith.addi(
@@ -450,25 +469,25 @@ def store_scores(
             for distance in (2, 1):  # the order of the dense kernel, for equal sums
                 total = arith.addf(total, mgpu_utils.shfl_bfly(total, distance))
             row = arith.addi(first, _i32(8 * half))
-            _, valid = runs.entry(starts, row, _value(limit))
+            _, valid = runs.entry(starts, row, bounds)
+            if scaled:
+                total = arith.mulf(total, memref.load(scales, [_index(row)]))
             score = arith.select(valid, total, mgpu.c(absent, f32))
             with mgpu.when(writes):
                 memref.store(score, ref, [_index(row)])
 
-    store(accumulator, w, starts_smem, limit, ref)
+    store(accumulator, w, starts_smem, bounds, ref, *[scales_smem] * scaled)
 
 
-def _interpret_rows(keys_gmem, starts_smem, limit, rows_smem, runs):
+def _interpret_rows(keys_gmem, starts_smem, bounds, rows_smem, runs):
+    entries, valid = runs.entries(starts_smem, bounds)
+
     def one(row, _):
-        start = starts_smem[row // runs.size]
-        entry = start + row % runs.size
-        valid = (start >= 0) & (entry < limit)
-        key = keys_gmem[jnp.where(valid, entry, 0)]
-        rows_smem[row] = jnp.where(valid, key, jnp.zeros_like(key))
+        key = keys_gmem[jnp.where(valid[row], entries[row], 0)]
+        rows_smem[row] = jnp.where(valid[row], key, jnp.zeros_like(key))
         return _
 
     jax.lax.fori_loop(0, TILE_KEYS, one, 0)
-
 
 
 def store_absent(absent: float, ref, interpret: bool) -> None:
@@ -486,12 +505,12 @@ def store_absent(absent: float, ref, interpret: bool) -> None:
     store(ref)
 
 
-def add_rows(sums: jax.Array, starts_smem, limit, ref, runs: Runs) -> None:
+def add_rows(sums: jax.Array, starts_smem, bounds, ref, runs: Runs) -> None:
     """Adds f32 `[64, Di]`, one row per entry of a tile, to the entries of `ref`, f32 `[G, Di]`."""
     dim = sums.shape[1]
 
-    @plgpu.inline_mgpu(arg_types=(_WGMMA, plgpu.RefType(), _SCALAR, plgpu.RefType()))
-    def add(_, sums, starts, limit, ref):
+    @plgpu.inline_mgpu(arg_types=(_WGMMA, plgpu.RefType(), (_SCALAR, _SCALAR), plgpu.RefType()))
+    def add(_, sums, starts, bounds, ref):
         lane = arith.remui(mgpu.thread_idx(), _i32(_WARPGROUP))
         first = arith.addi(
             arith.muli(_quotient(lane, 32), _i32(16)), _quotient(arith.remui(lane, _i32(32)), 4)
@@ -501,7 +520,7 @@ def add_rows(sums: jax.Array, starts_smem, limit, ref, runs: Runs) -> None:
         values = sums.registers.reshape(dim // 8, 2)
         for half in range(2):
             row = arith.addi(first, _i32(8 * half))
-            entry, valid = runs.entry(starts, row, _value(limit))
+            entry, valid = runs.entry(starts, row, bounds)
             place = arith.addi(arith.muli(_wide(entry), _i64(4 * dim)), _wide(column))
             place = arith.addi(base, place)
             with mgpu.when(valid):
@@ -517,4 +536,4 @@ def add_rows(sums: jax.Array, starts_smem, limit, ref, runs: Runs) -> None:
                     target = arith.addi(place, _i64(32 * block))
                     _asm("red.global.add.v2.f32 [$0], {$1, $2};", "l,f,f", [target, *pair])
 
-    add(sums, starts_smem, limit, ref)
+    add(sums, starts_smem, bounds, ref)

@@ -12,7 +12,12 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.chunking import chunk_size, map_queries
+from pallas_kernels.fp4.reference import unpack
 from pallas_kernels.topk import topk
+
+
+# Of packed index keys.
+PACKED_FORMAT = "mxfp4"
 
 
 @jax.tree_util.register_dataclass
@@ -40,19 +45,32 @@ def _weighted_relu(spec, q, w, k):
     return (w.astype(jnp.float32)[..., None] * jax.nn.relu(dots)).sum(axis=2)
 
 
+def _unpacked(keys, dtype=None):
+    """Keys in floats: packed rows unpacked, others as `dtype` where given."""
+    if keys.dtype == jnp.uint8:
+        return unpack(keys, PACKED_FORMAT, dtype or jnp.float32)
+    return keys if dtype is None else keys.astype(dtype)
+
+
 def _gather(keys, indices):
     """Keys [B,G,Di] at indices [B,C,K]: [B,C,K,Di], zeros (and no gradient) at invalid indices."""
     if keys.shape[1] == 0:
-        return jnp.zeros((*indices.shape, keys.shape[2]), keys.dtype)
+        return _unpacked(jnp.zeros((*indices.shape, keys.shape[2]), keys.dtype))
     # Negative indices would count from the end; this one is out of range.
     indices = jnp.where(indices >= 0, indices, keys.shape[1])
-    return jax.vmap(lambda k, i: k.at[i].get(mode="fill", fill_value=0))(keys, indices)
+    # A packed row of zeros is zeros too.
+    return _unpacked(jax.vmap(lambda k, i: k.at[i].get(mode="fill", fill_value=0))(keys, indices))
 
 
 def _masked_scores(q, w, k, lo, hi):
     j = jnp.arange(k.shape[1], dtype=jnp.int32)
     visible = (j >= lo[..., None]) & (j < hi[..., None])
     return jnp.where(visible, _weighted_relu("bchd,bgd->bchg", q, w, k), -jnp.inf)
+
+
+def block_ranks(best, newest):
+    """What blocks of a pool are chosen by: their maxima, infinity for the block `newest`."""
+    return jnp.where(jnp.arange(best.shape[-1]) == newest[..., None], jnp.inf, best)
 
 
 def pool_from_scores(scores, lo, hi, blocks, size, topk_implementation="xla"):
@@ -82,16 +100,29 @@ def pool_from_scores(scores, lo, hi, blocks, size, topk_implementation="xla"):
     )(extended, first)
     best = shifted.reshape(*scores.shape[:2], count, size).max(axis=-1)
     newest = jnp.where(hi > lo, (hi - lo - 1) // size, -1)
-    best = jnp.where(jnp.arange(count) == newest[..., None], jnp.inf, best)
-    chosen = topk(best, blocks, order="index", implementation=topk_implementation)
+    chosen = topk(block_ranks(best, newest), blocks, order="index", implementation=topk_implementation)
     return Pool(chosen, size)
 
 
 def select(
-    q, w, k, lo, hi, *, top_k, pool=None, make_pool=None, chunk=None, topk_implementation="xla"
+    q,
+    w,
+    k,
+    lo,
+    hi,
+    *,
+    top_k,
+    pool=None,
+    make_pool=None,
+    chunk=None,
+    on_grid=False,
+    topk_implementation="xla",
 ):
     """See `pallas_kernels.indexer.select`; `topk_implementation` is of `pallas_kernels.topk`."""
+    del on_grid  # the arithmetic is the same
     q, w, k = jax.lax.stop_gradient((q, w, k))
+    if pool is None:
+        k = _unpacked(k, q.dtype)
     batch, queries, heads, dim = q.shape
     entries = k.shape[1]
     if chunk is None:
@@ -126,22 +157,25 @@ def select(
     return map_queries(everywhere, (q, w, lo, hi), chunk)
 
 
-def scores(q, w, k, lo, hi, *, chunk=None):
+def scores(q, w, k, lo, hi, *, chunk=None, on_grid=False):
     """See `pallas_kernels.indexer.scores`."""
+    del on_grid
     batch, queries, heads, _ = q.shape
     if chunk is None:
         chunk = chunk_size(queries, batch, 4 * heads * k.shape[1])
-    k = k.astype(jnp.float32)  # gradients of a key from many chunks add up in float32
+    k = _unpacked(k, jnp.float32)  # gradients of a key from many chunks add up in float32
     return map_queries(lambda q, w, lo, hi: _masked_scores(q, w, k, lo, hi), (q, w, lo, hi), chunk)
 
 
-def scores_at(q, w, k, indices, *, chunk=None):
+def scores_at(q, w, k, indices, *, chunk=None, on_grid=False):
     """See `pallas_kernels.indexer.scores_at`."""
+    del on_grid
     batch, queries, heads, dim = q.shape
     slots = indices.shape[-1]
     if chunk is None:
         chunk = chunk_size(queries, batch, 4 * slots * max(heads, dim))
-    k = k.astype(jnp.float32)  # gradients of a key from many chunks add up in float32
+    if k.dtype != jnp.uint8:
+        k = k.astype(jnp.float32)  # gradients of a key from many chunks add up in float32
 
     def body(q, w, indices):
         # An invalid index reads a zero key, whose score and gradients are zero.
