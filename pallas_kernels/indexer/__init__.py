@@ -18,6 +18,7 @@ SELECT_IMPLEMENTATIONS = {
     "xla_mosaic_gpu": functools.partial(reference.select, topk_implementation="mosaic_gpu"),
     "xla": reference.select,
 }
+IMPLEMENTATIONS = SELECT_IMPLEMENTATIONS
 SCORES_IMPLEMENTATIONS = {"mosaic_gpu": mosaic_gpu.scores, "xla": reference.scores}
 SCORES_AT_IMPLEMENTATIONS = {"mosaic_gpu": mosaic_gpu.scores_at, "xla": reference.scores_at}
 

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import fp4, indexer
+from pallas_kernels.measure import Benchmark, Variant
 from pallas_kernels.packed_rows import ranges
 
 
@@ -45,11 +50,47 @@ CASES = {
     "decode": Case(((64,), (51,)), queries=1, tokens=64, ratio=1, top_k=6, pool=(3, 8)),
 }
 
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What one benchmark times.
+
+    Attributes:
+        function: "select", "scores", "scores_at" or "gradients" (of scores_at).
+        batch, queries, entries: B, T, G.
+        causal: query t sees `(t + 1) * entries // queries` entries, not all.
+        make_pool: P blocks of 8 to be made.
+        pool: P blocks of 8, random ones, to be searched.
+        packed: keys are packed.
+        on_grid: the promise of `select`.
+    """
+
+    function: str
+    batch: int
+    queries: int
+    entries: int
+    causal: bool = False
+    make_pool: int = 0
+    pool: int = 0
+    packed: bool = False
+    on_grid: bool = False
+
+
+HEADS, DIM, TOP_K, BLOCK = 32, 128, 512, 8
 BENCHMARKS = {
-    "small": Case(((512,),) * 4, 512, 512, ratio=1, top_k=32, heads=4, pool=(16, 8)),
-    "published_4k": Case(((4096,),), 4096, 4096, 1, 512, 32, 128, pool=(2048, 8)),
-    "published_32k": Case(((32768,),), 4096, 32768, 1, 512, 32, 128, pool=(2048, 8)),
-    "published_decode": Case(((32768,),) * 16, 1, 32768, 1, 512, 32, 128, pool=(2048, 8)),
+    "small": Work("select", 1, 64, 512),
+    "B2": Work("scores", 1, 2048, 65536),
+    "B2_8k": Work("scores", 1, 8192, 65536),
+    "B3": Work("select", 1, 4096, 131072),
+    "B5": Work("select", 1, 4096, 65536, pool=2048),
+    "B5_1m": Work("select", 1, 4096, 2**20, pool=2048),
+    "B6": Work("select", 64, 1, 131072, packed=True),
+    # What a step of configs/small.py runs, for one of its two sequences.
+    "small_encoder": Work("select", 1, 8192, 4096, causal=True),
+    "small_decoder": Work("select", 1, 8192, 8192, causal=True, make_pool=256),
+    "small_pool": Work("select", 1, 8192, 8192, pool=256),
+    "small_loss": Work("scores_at", 1, 8192, 8192),
+    "small_gradients": Work("gradients", 1, 8192, 8192),
 }
 
 
@@ -80,3 +121,78 @@ def arguments(case: Case, dtype: Any = np.float32, seed: int = 0, ties: bool = F
     w = values(batch, case.queries, case.heads).astype(np.float32)
     k = values(batch, case.tokens // case.ratio, case.dim).astype(dtype)
     return q, w, k, lo, hi
+
+
+def benchmark(name: str) -> Benchmark:
+    """The work in bfloat16, and with the promise that values lie on the grid of "mxfp4".
+
+    Values are small integers: scores are exact however they are summed, also in FP8, and so results
+    must equal the reference's. FLOPs are those of the dot products that are needed; bytes count
+    where the keys alone take longer than those.
+    """
+    work = BENCHMARKS[name]
+    keys = jax.random.split(jax.random.key(0), 5)
+    shape = (work.batch, work.queries)
+
+    def integers(key, shape, largest, dtype=jnp.bfloat16):
+        return jax.random.randint(key, shape, -largest, largest + 1).astype(dtype)
+
+    q = integers(keys[0], (*shape, HEADS, DIM), 3)
+    w = integers(keys[1], (*shape, HEADS), 64, jnp.float32)
+    k = integers(keys[2], (work.batch, work.entries, DIM), 3)
+    k = fp4.pack(k, "mxfp4") if work.packed else k
+    lo = jnp.zeros(shape, jnp.int32)
+    hi = jnp.full(shape, work.entries, jnp.int32)
+    if work.causal:
+        hi = jnp.broadcast_to((jnp.arange(work.queries) + 1) * work.entries // work.queries, shape)
+    scored = float(hi.sum())
+    inputs = [q, w, k, lo, hi]
+    if work.pool:
+        # One block of every stretch, at random.
+        stretch = work.entries // BLOCK // work.pool
+        place = jax.random.randint(keys[3], (*shape, work.pool), 0, stretch)
+        inputs.append(jnp.arange(work.pool, dtype=jnp.int32) * stretch + place)
+        scored = float(work.batch * work.queries * work.pool * BLOCK)
+    listed = work.function in ("scores_at", "gradients")
+    if listed:
+        indices = jax.random.randint(keys[3], (*shape, TOP_K), 0, work.entries)
+        inputs = [q, w, k, jnp.sort(indices, axis=-1)]
+        scored = float(indices.size)
+    if work.function == "gradients":
+        inputs.append(integers(keys[4], indices.shape, 2, jnp.float32))
+
+    def select(q, w, k, lo, hi, blocks=None, **keywords):
+        keywords |= dict(top_k=TOP_K)
+        if work.make_pool:
+            indices, made = indexer.select(
+                q, w, k, lo, hi, make_pool=(work.make_pool, BLOCK), **keywords
+            )
+            return indices, made.blocks
+        pool = None if blocks is None else indexer.Pool(blocks, BLOCK)
+        return indexer.select(q, w, k, lo, hi, pool=pool, **keywords)[0]
+
+    def gradients(q, w, k, indices, g, **keywords):
+        _, vjp = jax.vjp(lambda *a: indexer.scores_at(*a, indices, **keywords), q, w, k)
+        return vjp(g)
+
+    function = {
+        "select": select,
+        "scores": indexer.scores,
+        "scores_at": indexer.scores_at,
+        "gradients": gradients,
+    }[work.function]
+
+    def variant(on_grid):
+        return Variant(
+            lambda name: functools.partial(function, implementation=name, on_grid=on_grid),
+            tuple(inputs),
+            flops=2.0 * scored * HEADS * DIM * (3 if work.function == "gradients" else 1),
+            bytes=float(k.nbytes) if work.packed else 0.0,
+            # Gradients of integers are rounded to bfloat16 between their two products.
+            tolerance=5e-3 if work.function == "gradients" else 0.0,
+        )
+
+    variants = {"bfloat16": variant(False)}
+    if not (work.packed or listed):
+        variants["on_grid"] = variant(True)
+    return Benchmark(functools.partial(function, implementation="xla"), variants)

@@ -15,7 +15,6 @@ from pallas_kernels.chunking import chunk_size, map_queries
 from pallas_kernels.fp4.reference import unpack
 from pallas_kernels.topk import topk
 
-
 # Of packed index keys.
 PACKED_FORMAT = "mxfp4"
 
@@ -100,7 +99,9 @@ def pool_from_scores(scores, lo, hi, blocks, size, topk_implementation="xla"):
     )(extended, first)
     best = shifted.reshape(*scores.shape[:2], count, size).max(axis=-1)
     newest = jnp.where(hi > lo, (hi - lo - 1) // size, -1)
-    chosen = topk(block_ranks(best, newest), blocks, order="index", implementation=topk_implementation)
+    chosen = topk(
+        block_ranks(best, newest), blocks, order="index", implementation=topk_implementation
+    )
     return Pool(chosen, size)
 
 

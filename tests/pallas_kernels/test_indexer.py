@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import indexer
+from pallas_kernels import fp4, indexer
 from pallas_kernels.indexer.cases import CASES, arguments
 from pallas_kernels.indexer.reference import pool_from_scores
 from pallas_kernels.packed_rows import document_starts
@@ -290,6 +290,7 @@ def test_no_entries():
         ({"w": np.zeros((2, 43))}, r"w must be \[2, 43, 2\]"),
         ({"k": np.zeros((2, 21, 16))}, r"k must be \[2, G, 32\]"),
         ({"lo": np.zeros((2, 1), np.int32)}, r"lo must be \[2, 43\]"),
+        ({"k": np.zeros((2, 21, 32), np.uint8)}, r"k must be \[2, G, 17\], got uint8"),
         ({"q": np.zeros((2, 43, 2, 32), np.int8)}, "q must be float32 or bfloat16"),
         ({"chunk": 0}, "chunk must be at least 1"),
         ({"pool": indexer.Pool(np.zeros((2, 1, 3), np.int32), 4)}, r"pool.blocks must be \[2, 43"),
@@ -300,6 +301,25 @@ def test_bad_arguments(change, message):
     keywords = dict(zip(names, arguments(CASES["packed"]), strict=True)) | {"top_k": 4}
     with pytest.raises(ValueError, match=message):
         indexer.select(**(keywords | change))
+
+
+def test_packed_keys_are_read_as_what_they_stand_for():
+    case = CASES["pool"]
+    q, w, k, lo, hi = arguments(case, ties=True)
+    rows = fp4.pack(k, "mxfp4")
+    assert rows.shape[-1] == 17
+    # The small integers of this case lie on the grid.
+    packed, plain = (select_all(case, (q, w, keys, lo, hi)) for keys in (rows, k))
+    chex.assert_trees_all_equal(packed, plain)
+    indices = plain[0]
+    np.testing.assert_array_equal(
+        indexer.scores_at(q, w, rows, indices), indexer.scores_at(q, w, k, indices)
+    )
+    np.testing.assert_array_equal(
+        indexer.scores(q, w, rows, lo, hi), indexer.scores(q, w, k, lo, hi)
+    )
+    gradient = jax.grad(lambda q: indexer.scores_at(q, w, rows, indices).sum())(q)
+    assert np.any(gradient)
 
 
 def test_pool_cannot_be_used_and_made_at_once():
