@@ -85,7 +85,7 @@ def seconds(
 ) -> float:
     """Median time of a call of a compiled function.
 
-    Calls are timed in groups long enough (2 ms) that starting and waiting for them does not count.
+    Calls are timed in groups long enough (20 ms) that starting and waiting for them does not count.
 
     Args:
         function: compiled, on any arguments.
@@ -97,7 +97,7 @@ def seconds(
     start = time.perf_counter()
     wait(function(*arguments))
     once = time.perf_counter() - start
-    group = max(1, min(100, round(2e-3 / max(once, 1e-6))))
+    group = max(1, min(100, round(20e-3 / max(once, 1e-6))))
     samples = []
     spent = 0.0
     while len(samples) < 3 or (spent < budget and len(samples) < 30):

@@ -52,27 +52,34 @@ def select(
     queries, heads = q.shape[1:3]
     hi = jnp.minimum(hi, k.shape[1])
     if pool is not None:
-        run = functools.partial(_select_in_pool, top_k=top_k, size=pool.size, interpret=interpret)
-        arguments = (q, w, lo, hi, pool.blocks)
-        largest = 4 * pool.blocks.shape[-1] * pool.size
-        return _in_chunks(run, k, arguments, chunk, largest), None
+        run = functools.partial(
+            _select_in_pool,
+            _listed_keys(k, q, on_grid),
+            top_k=top_k,
+            size=pool.size,
+            interpret=interpret,
+        )
+        chunk = chunk or _chunk(q, 4 * pool.blocks.shape[-1] * pool.size)
+        return map_queries(run, (q, w, lo, hi, pool.blocks), chunk), None
     if not k.shape[1]:
         return reference.select(q, w, k, lo, hi, top_k=top_k, make_pool=make_pool)
+    listed_keys = _listed_keys(k, q, on_grid)
+    keys = None
     if queries > FEW_QUERIES:
         keys = _dense_keys(k, q, on_grid)
         if heads not in (8, 16, 32):
             raise NotImplementedError(f"indexer.select: {heads} heads; the kernel has 8, 16 and 32")
-    else:
-        keys = None
     by_blocks = make_pool is not None and make_pool[1] == BLOCK
 
     def stored(q, w, lo, hi, *, fast):
-        """Indices and pool by way of all scores; `fast` where blocks are aligned to entry 0."""
+        """Indices and pool by way of all scores; not `fast` where a pool takes more than maxima."""
         if keys is None:
-            scores, maxima = _few_scores(q, w, k, lo, hi, fast, interpret)
+            scores, maxima = _few_scores(q, w, listed_keys, lo, hi, interpret)
         else:
-            scores, maxima = _dense(q, w, keys, lo, hi, full=True, maxima=fast, interpret=interpret)
-        indices = topk(scores, top_k, order="index")
+            scores, maxima = _dense(
+                q, w, keys, lo, hi, full=True, maxima=fast, fill=not fast, interpret=interpret
+            )
+        indices = topk(scores, top_k, jnp.maximum(hi, 0), order="index")
         if make_pool is None:
             return indices, None
         if fast:
@@ -81,29 +88,31 @@ def select(
 
     def by_maxima(q, w, lo, hi):
         """Indices and pool by way of block maxima."""
-        _, maxima = _dense(q, w, keys, lo, hi, full=False, maxima=True, interpret=interpret)
-        blocks = topk(maxima, min(top_k, maxima.shape[-1]), order="index")
+        _, maxima = _dense(
+            q, w, keys, lo, hi, full=False, maxima=True, fill=False, interpret=interpret
+        )
+        blocks = topk(maxima, min(top_k, maxima.shape[-1]), _blocks(hi), order="index")
         starts = jnp.where(blocks >= 0, blocks * BLOCK, -1)
-        scores = _listed(q, w, k, starts, lo, hi, size=BLOCK, interpret=interpret)
+        scores = _listed(q, w, keys, starts, lo, hi, size=BLOCK, interpret=interpret)
         indices = _entries(scores, top_k, starts, BLOCK)
         made = None if make_pool is None else _pool(maxima, lo, hi, make_pool[0])
         return indices, made
 
     long = keys is not None and k.shape[1] > DIRECT_ENTRIES
-    if long and (make_pool is None or by_blocks):
-        run, largest = by_maxima, k.shape[1] // 2 + 32 * top_k
-    else:
-        run, largest = functools.partial(stored, fast=by_blocks), 4 * k.shape[1]
 
-    def whole(run):
+    def whole(run, largest):
         return map_queries(run, (q, w, lo, hi), chunk or _chunk(q, largest))
 
+    def best(fast: bool):
+        if long and (make_pool is None or fast):
+            return whole(by_maxima, k.shape[1] // 2 + 4 * BLOCK * top_k)
+        return whole(functools.partial(stored, fast=fast), 4 * k.shape[1])
+
     if not by_blocks:
-        return whole(run)
+        return best(make_pool is None)
     # Blocks of the pool are those of the maxima where every query's first entry begins one.
     aligned = jnp.all((lo % BLOCK == 0) | (lo >= hi))
-    slow = functools.partial(stored, fast=False)
-    return lax.cond(aligned, lambda: whole(run), lambda: whole(slow))
+    return lax.cond(aligned, lambda: best(True), lambda: best(False))
 
 
 def scores(q, w, k, lo, hi, *, chunk=None, on_grid=False, interpret=None):
@@ -134,7 +143,7 @@ def scores(q, w, k, lo, hi, *, chunk=None, on_grid=False, interpret=None):
 
 def scores_at(q, w, k, indices, *, chunk=None, on_grid=False, interpret=None):
     """See `pallas_kernels.indexer.scores_at`."""
-    del chunk  # no temporary grows with the number of queries
+    del chunk, on_grid  # no temporary grows with queries; listed rows take no time in bfloat16
     _accept("indexer.scores_at", q, k, interpret)
     heads = q.shape[2]
     if heads > 64:
@@ -145,17 +154,10 @@ def scores_at(q, w, k, indices, *, chunk=None, on_grid=False, interpret=None):
 
     @jax.custom_vjp
     def run(q, w, k, indices):
-        every = jnp.zeros(q.shape[:2], jnp.int32)
+        keys, _ = _listed_keys(k, q, on_grid=False)
+        lo = jnp.zeros(q.shape[:2], jnp.int32)
         return gathered_scores(
-            q,
-            w,
-            _listed_keys(k, q),
-            indices,
-            every,
-            every + entries,
-            size=1,
-            absent=0.0,
-            interpret=interpret,
+            q, w, keys, indices, lo, lo + entries, size=1, absent=0.0, interpret=interpret
         )
 
     def forward(*args):
@@ -191,11 +193,6 @@ def _chunk(q, bytes_per_query: int) -> int:
     return chunk_size(queries, batch, bytes_per_query, multiple)
 
 
-def _in_chunks(run, k, arguments, chunk, largest):
-    chunk = chunk or _chunk(arguments[0], largest)
-    return map_queries(lambda q, *rest: run(k, q, *rest), arguments, chunk)
-
-
 def _float8(x):
     """Rows of values on the mxfp4 grid as (float8_e4m3fn, power-of-two scales), exactly.
 
@@ -216,75 +213,110 @@ def _dense_keys(k, q, on_grid: bool):
     return _float8(k) if on_grid else (k, None)
 
 
-def _listed_keys(k, q):
-    """Keys as the gathering kernel takes them."""
-    return k if k.dtype == jnp.uint8 else k.astype(q.dtype)
+def _listed_keys(k, q, on_grid: bool):
+    """Keys as the gathering kernel takes them: (keys, scales or None).
+
+    Packed keys are read as they are by few queries, which are bound by memory. Many queries read a
+    key many times, and one in float8 needs no decoding.
+    """
+    packed = k.dtype == jnp.uint8
+    if on_grid and q.shape[1] > FEW_QUERIES:
+        return _float8(unpack(k, PACKED_FORMAT, jnp.bfloat16) if packed else k)
+    return (k if packed else k.astype(q.dtype)), None
 
 
-def _dense(q, w, keys, lo, hi, *, full, maxima, interpret):
+def _dense(q, w, keys, lo, hi, *, full, maxima, fill=True, interpret):
     k, scales = keys
     if scales is not None:
         q, factors = _float8(q)
         w = w * factors
     return dense_scores(
-        q, w, k, lo, hi, scales=scales, full=full, maxima=maxima, interpret=interpret
+        q,
+        w,
+        k,
+        lo,
+        hi,
+        scales=scales,
+        full=full,
+        maxima=maxima,
+        fill=fill,
+        interpret=interpret,
     )
 
 
-def _listed(q, w, k, starts, lo, hi, *, size: int, aligned=True, interpret, **options):
+def _listed(q, w, keys, starts, lo, hi, *, size: int, aligned=True, interpret, **options):
     """Scores of runs of entries, -inf for absent ones.
 
     Packed keys are copied 16 bytes at a time where starts are multiples of 4: `aligned`, static or
     an array. Where they are not, every entry is listed by itself.
     """
-    k = _listed_keys(k, q)
-    score = functools.partial(
-        gathered_scores, q, w, k, lo=lo, hi=hi, absent=-jnp.inf, interpret=interpret, **options
-    )
+    k, scales = keys
+    if scales is not None:
+        q, factors = _float8(q)
+        w = w * factors
 
-    def runs():
-        return score(starts, size=size)
+    def score(starts, size):
+        return gathered_scores(
+            q,
+            w,
+            k,
+            starts,
+            lo,
+            hi,
+            size=size,
+            absent=-jnp.inf,
+            scales=scales,
+            interpret=interpret,
+            **options,
+        )
 
     def singly():
         entries = starts[..., None] + jnp.arange(size)
         entries = jnp.where(starts[..., None] >= 0, entries, -1)
-        return score(entries.reshape(*starts.shape[:2], -1), size=1)
+        return score(entries.reshape(*starts.shape[:2], -1), 1)
 
     if size not in (1, BLOCK, TILE_KEYS):
         return singly()
     if size == 1 or k.dtype != jnp.uint8:
-        return runs()
+        return score(starts, size)
     if k.shape[1] % 4:
         return singly()
-    return runs() if aligned is True else lax.cond(aligned, runs, singly)
+    return (
+        score(starts, size)
+        if aligned is True
+        else lax.cond(aligned, lambda: score(starts, size), singly)
+    )
 
 
-def _few_scores(q, w, k, lo, hi, maxima: bool, interpret):
+def _few_scores(q, w, keys, lo, hi, interpret):
     """Scores, and maxima of their blocks, where every query goes through all keys by itself."""
-    entries = k.shape[1]
+    entries = keys[0].shape[1]
     starts = jnp.arange(-(-entries // TILE_KEYS), dtype=jnp.int32) * TILE_KEYS
     used = (starts < hi[..., None]) & (starts + TILE_KEYS > lo[..., None])
     starts = jnp.where(used, starts, -1)
     config = GatherConfig(tiles=SHARE_TILES)
-    scores = _listed(q, w, k, starts, lo, hi, size=TILE_KEYS, config=config, interpret=interpret)
-    best = None
-    if maxima:
-        clean = jnp.where(scores > -jnp.inf, scores, -jnp.inf)
-        best = clean.reshape(*scores.shape[:2], -1, BLOCK).max(axis=-1)
-    return scores[..., :entries], best
+    scores = _listed(q, w, keys, starts, lo, hi, size=TILE_KEYS, config=config, interpret=interpret)
+    maxima = jnp.where(scores > -jnp.inf, scores, -jnp.inf)
+    maxima = maxima.reshape(*scores.shape[:2], -1, BLOCK).max(axis=-1)
+    return scores[..., :entries], maxima
+
+
+def _blocks(hi):
+    """Blocks, counted from entry 0, that hold the entries below `hi`."""
+    return -(-jnp.maximum(hi, 0) // BLOCK)
 
 
 def _pool(maxima, lo, hi, blocks: int) -> Pool:
     """The pool from maxima of blocks counted from entry 0, of which every `lo` begins one."""
     newest = jnp.where(hi > lo, (hi - 1) // BLOCK, -1)
-    chosen = topk(block_ranks(maxima, newest), blocks, order="index")
+    chosen = topk(block_ranks(maxima, newest), blocks, _blocks(hi), order="index")
     return Pool(jnp.where(chosen >= 0, chosen - lo[..., None] // BLOCK, -1), BLOCK)
 
 
-def _select_in_pool(k, q, w, lo, hi, blocks, *, top_k, size, interpret):
+def _select_in_pool(keys, q, w, lo, hi, blocks, *, top_k, size, interpret):
     starts = jnp.where(blocks >= 0, lo[..., None] + blocks * size, -1)
     aligned = jnp.all((lo % 4 == 0) | (lo >= hi)) if size % 4 == 0 else False
-    scores = _listed(q, w, k, starts, lo, hi, size=size, aligned=aligned, interpret=interpret)
+    scores = _listed(q, w, keys, starts, lo, hi, size=size, aligned=aligned, interpret=interpret)
     return _entries(scores, top_k, starts, size)
 
 

@@ -56,6 +56,7 @@ def dense_scores(
     scales: jax.Array | None = None,
     full: bool = True,
     maxima: bool = False,
+    fill: bool = True,
     config: TuningConfig = TuningConfig(),
     interpret: object = None,
 ) -> tuple[jax.Array | None, jax.Array | None]:
@@ -70,6 +71,8 @@ def dense_scores(
         scales: f32 `[B, G]`, positive factors of the keys, or None for 1.
         full: return the scores.
         maxima: return the maxima.
+        fill: write -inf beyond the last tile that any query near a query sees; without it anything
+            may stand in results from `hi` on.
         config: how the work is cut.
         interpret: of `plgpu.kernel`.
 
@@ -124,6 +127,7 @@ def dense_scores(
         scaled=scales is not None,
         full=full,
         maxima=maxima,
+        fill=fill,
         config=config,
         interpret=interpret is not None,
     )
@@ -173,6 +177,7 @@ def _kernel(
     scaled,
     full,
     maxima,
+    fill,
     config,
     interpret,
 ):
@@ -237,7 +242,7 @@ def _kernel(
             return (j >= lanes.along_columns(lo, shape)) & (j < lanes.along_columns(hi, shape))
 
         # What no query of the group sees.
-        @pl.loop(warpgroup, tiles - count, step=CONSUMERS)
+        @pl.loop(warpgroup, tiles - count if fill else first, step=CONSUMERS)
         def _(step):
             tile = jnp.where(step < first, step, step + count)
             hidden = jnp.full(shape, -jnp.inf, jnp.float32)

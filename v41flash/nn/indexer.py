@@ -117,6 +117,7 @@ def select(
         top_k=config.index_topk,
         pool=pool,
         make_pool=blocks if make_pool else None,
+        on_grid=config.index_format == "mxfp4",
         implementation=implementation,
     )
     # Selections are residuals: a rematerialised layer must not score and sort again.
@@ -166,6 +167,7 @@ def select_in_pool(
             jnp.zeros_like(count),
             count,
             top_k=config.index_topk,
+            on_grid=config.index_format == "mxfp4",
             implementation=implementation,
         )
         places = places.reshape(*hi.shape, -1)
