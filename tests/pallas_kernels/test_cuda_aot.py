@@ -61,7 +61,6 @@ def multiplier(m, n, k):
 
 def assembly(instruction, x_gmem, o_gmem):
     """Puts one instruction of PTX between reading and writing."""
-
     @plgpu.inline_mgpu()
     def emit(_):
         llvm.inline_asm(None, [], instruction, "", has_side_effects=True)
