@@ -13,6 +13,8 @@ fastest: see `pallas_kernels.tuning`.
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
+import dataclasses
 import importlib
 import json
 import pathlib
@@ -72,29 +74,45 @@ def _tune(chosen: argparse.Namespace, cases: Mapping[str, ModuleType]) -> int:
     return failed
 
 
-def _time(
-    variant: measure.Variant | measure.Foreign,
-    implementation: str | None,
-    expected: Any,
-    budget: float,
-) -> dict[str, Any]:
+@dataclasses.dataclass(frozen=True)
+class _Line:
+    """One line to be: `compiled` is a promise of a function, or of why there is none."""
+
+    names: Mapping[str, str]
+    variant: measure.Variant | measure.Foreign
+    compiled: concurrent.futures.Future | None
+
+
+def _compile(variant: measure.Variant, implementation: str | None) -> Any:
+    try:
+        return jax.jit(variant.function(implementation)).lower(*variant.arguments).compile()
+    except NotImplementedError as reason:
+        return reason
+
+
+def _time(line: _Line, expected: Any, budget: float) -> dict[str, Any]:
     """Times and checks one line; {"declined": why} where the implementation cannot run."""
+    variant = line.variant
     if isinstance(variant, measure.Foreign):
         error = measure.error(variant.convert(variant.start()), expected)
         spent = measure.seconds(variant.start, budget=budget, wait=variant.wait)
-        return {"ms": spent * 1e3, "error": error, "passed": error <= variant.tolerance}
-    try:
-        function = jax.jit(variant.function(implementation)).lower(*variant.arguments).compile()
-    except NotImplementedError as reason:
-        return {"declined": str(reason)}
-    error = measure.error(function(*variant.arguments), expected)
-    spent = measure.seconds(function, *variant.arguments, budget=budget) / variant.repeats
+    else:
+        function = line.compiled.result()
+        if isinstance(function, NotImplementedError):
+            return {"declined": str(function)}
+        error = measure.error(function(*variant.arguments), expected)
+        spent = measure.seconds(function, *variant.arguments, budget=budget) / variant.repeats
     return {"ms": spent * 1e3, "error": error, "passed": error <= variant.tolerance}
 
 
-def _lines(chosen: argparse.Namespace, cases: Mapping[str, ModuleType], ceilings):
-    """Yields a dict per timed line."""
+def _plan(
+    chosen: argparse.Namespace,
+    cases: Mapping[str, ModuleType],
+    pool: concurrent.futures.Executor,
+) -> list[tuple[measure.Benchmark, list[_Line]]]:
+    """The lines of every case; all are compiled at the same time."""
     outside = importlib.import_module(chosen.rivals).RIVALS if chosen.rivals else {}
+    plan = []
     for op in chosen.op:
         package = importlib.import_module(f"pallas_kernels.{op}")
         for case in chosen.case:
@@ -108,21 +126,36 @@ def _lines(chosen: argparse.Namespace, cases: Mapping[str, ModuleType], ceilings
                 for name in own
                 for implementation in chosen.implementation or package.IMPLEMENTATIONS
             ] + [(name, None, rival) for name, rival in rivals.items()]
-            expected = None
+            lines = []
             for name, implementation, variant in todo:
-                if expected is None:
-                    expected = jax.jit(bench.reference)(*variant.arguments)
-                line = _time(variant, implementation, expected, chosen.budget)
-                if "ms" in line:
-                    floor = max(variant.flops / ceilings.matmul, variant.bytes / ceilings.copy)
-                    line |= {"floor_ms": floor * 1e3, "fraction": floor * 1e3 / line["ms"]}
-                yield {
+                names = {
                     "op": op,
                     "case": case,
                     "variant": name,
                     "implementation": implementation or "rival",
-                    **line,
                 }
+                ours = isinstance(variant, measure.Variant)
+                compiled = pool.submit(_compile, variant, implementation) if ours else None
+                lines.append(_Line(names, variant, compiled))
+            plan.append((bench, lines))
+    return plan
+
+
+def _lines(chosen: argparse.Namespace, cases: Mapping[str, ModuleType], ceilings):
+    """Yields a dict per timed line."""
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        plan = _plan(chosen, cases, pool)
+    for bench, lines in plan:
+        expected = None
+        for line in lines:
+            if expected is None:
+                expected = jax.jit(bench.reference)(*line.variant.arguments)
+            result = _time(line, expected, chosen.budget)
+            if "ms" in result:
+                variant = line.variant
+                floor = max(variant.flops / ceilings.matmul, variant.bytes / ceilings.copy)
+                result |= {"floor_ms": floor * 1e3, "fraction": floor * 1e3 / result["ms"]}
+            yield {**line.names, **result}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -132,7 +165,7 @@ def main(argv: list[str] | None = None) -> int:
     if chosen.tune:
         return int(_tune(chosen, cases) > 0)
     device = jax.devices()[0].device_kind
-    ceilings = measure.ceilings()
+    ceilings = measure.ceilings(chosen.budget)
     print(
         f"{device}, jax {jax.__version__}: matmul {ceilings.matmul / 1e12:.2f} TFLOP/s bf16, "
         f"copy {ceilings.copy / 1e9:.0f} GB/s"

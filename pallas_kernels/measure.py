@@ -111,15 +111,18 @@ def seconds(
     return statistics.median(samples)
 
 
-def ceilings() -> Ceilings:
-    """Measures both; smaller sizes on CPU, where they serve to try things out."""
+def ceilings(budget: float = 2.0) -> Ceilings:
+    """Measures both in about `budget` seconds each; smaller sizes on CPU, to try things out."""
     cpu = jax.default_backend() == "cpu"
     n = 512 if cpu else 8192
     a, b = (jax.random.normal(key, (n, n), jnp.bfloat16) for key in jax.random.split(_key()))
     product = jax.jit(lambda a, b: a @ b)
     x = jax.random.normal(_key(), (2**22 if cpu else 2**28,), jnp.float32)
     copy = jax.jit(lambda x: x + 1)
-    return Ceilings(2 * n**3 / seconds(product, a, b), 8 * x.size / seconds(copy, x))
+    return Ceilings(
+        2 * n**3 / seconds(product, a, b, budget=budget),
+        8 * x.size / seconds(copy, x, budget=budget),
+    )
 
 
 def error(result: Any, expected: Any) -> float:

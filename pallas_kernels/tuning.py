@@ -11,6 +11,7 @@ writes the fastest into the file.
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import functools
 import json
@@ -98,15 +99,21 @@ def tune(
     Returns:
         The fastest configuration; None where no candidate runs.
     """
+    def build(config):
+        try:
+            return jax.jit(work.function(config)).lower(*work.arguments).compile()
+        except Exception as reason:  # a candidate too large for the device is reported, not fatal
+            return reason
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        built = list(pool.map(build, work.candidates))
     expected = best = None
     shortest = float("inf")
-    for config in work.candidates:
-        try:
-            function = jax.jit(work.function(config)).lower(*work.arguments).compile()
-            result = jax.block_until_ready(function(*work.arguments))
-        except Exception as reason:  # a candidate too large for the device is reported, not fatal
-            report(f"{config}: {str(reason).strip().splitlines()[0]}")
+    for config, function in zip(work.candidates, built, strict=True):
+        if isinstance(function, Exception):
+            report(f"{config}: {str(function).strip().splitlines()[0]}")
             continue
+        result = function(*work.arguments)
         if expected is None:
             expected = result
         error = measure.error(result, expected)

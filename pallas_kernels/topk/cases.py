@@ -135,10 +135,11 @@ def tuning(name: str) -> Tuning:
         TABLE,
         mosaic_gpu.shape_class(rows, size, case.k, case.block),
         [
-            TuningConfig(tile=tile, segment=segment, warpgroups=warpgroups)
-            for tile in (1024, 2048, 4096)
-            for segment in ((4096, 8192) if rows < 132 else (4096,))
-            for warpgroups in (1, 4, 6, 8)
+            TuningConfig(tile=tile, room=room, histogram=histogram, **{field: number})
+            for field, number in (("team", 1), ("team", 4), ("warpgroups", 5))
+            for tile in (1024, 2048)
+            for room in (2560, 4608)
+            for histogram in (False, True)
         ],
         lambda config: _repeated(function(config), _repeats(name)),
         (scores(name),),

@@ -43,6 +43,8 @@ _PIECES = 8
 _SAMPLE = _PIECES * THREADS
 # Entries of the buffer that are read at a time.
 _CHUNK = 1024
+# Of the histogram that a search begins with.
+_BINS = 1024
 # The key of -inf, see `_key`.
 _LEAST = np.int32(np.float32(-np.inf).view(np.int32) ^ 0x7FFFFFFF)
 
@@ -57,12 +59,16 @@ class TuningConfig:
         segment: entries of the shortest piece that a row is cut into.
         warpgroups: of a block, where there are enough rows; each has a row of its own. Many leave
             few registers to each.
+        team: warpgroups that work on a row together, where there are few rows.
+        histogram: whether searches begin with a histogram of the scores.
     """
 
     tile: int = 2048
     room: int = 2560
     segment: int = 4096
     warpgroups: int = 1
+    team: int = 1
+    histogram: bool = False
 
 
 TABLE = Table(pathlib.Path(__file__).parent / "tuned.json", TuningConfig)
@@ -153,7 +159,7 @@ def _select(scores, lengths=None, *, k, block, order, config, interpret):
     indices = None
     segments = 0
     while segments != 1:
-        plan = _plan(scores, k, block, order, config)
+        plan = _plan(scores, k, block, order, config, interpret is not None)
         segments = plan.segments
         indices, scores = _round(plan, scores, indices, lengths, interpret)
         lengths, block = None, 1
@@ -168,17 +174,21 @@ def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def _plan(scores, k, block, order, config) -> _Plan:
+def _plan(scores, k, block, order, config, interpreted) -> _Plan:
     rows, size = scores.shape[0], scores.shape[1] // block
-    tile = min(max(THREADS, config.tile // block), 1 << (size.bit_length() - 1))
-    slots = _round_up(k, THREADS)
-    segment = _round_up(_segment(rows, size, slots, config), tile)
+    # Interpret mode knows no teams.
+    team = config.team if rows <= 2 * _MULTIPROCESSORS and not interpreted else 1
+    tile = min(max(THREADS * team, config.tile * team // block), 1 << (size.bit_length() - 1))
+    team = min(team, tile // THREADS)
+    slots = _round_up(k, THREADS * team)
+    segment = _round_up(_segment(rows, size, slots, team, config), tile)
     segments = -(-size // segment)
     chunk = min(_CHUNK, tile)
     sampled = min(size, segment) >= 2 * _SAMPLE
     # What is left of a full buffer may be half as much again as k; a tile has to fit then.
     capacity = max(k + config.room, k + k // 2 + tile, _SAMPLE * sampled)
     capacity = _round_up(capacity, chunk)
+    part = tile // team // THREADS
     return _Plan(
         rows=rows,
         size=size,
@@ -188,34 +198,38 @@ def _plan(scores, k, block, order, config) -> _Plan:
         k=k,
         slots=slots,
         tile=tile,
-        vec=1 if block > 1 else math.gcd(16 // scores.dtype.itemsize, size, tile // THREADS),
+        vec=1 if block > 1 else math.gcd(16 // scores.dtype.itemsize, size, part),
         chunk=chunk,
-        chunk_vec=math.gcd(4, chunk // THREADS),
+        chunk_vec=math.gcd(4, chunk // team // THREADS),
         capacity=capacity,
         sampled=sampled,
         scored=segments > 1 or order == "score",
+        histogram=config.histogram,
+        team=team,
         warpgroups=max(
             1,
             min(
-                config.warpgroups,
-                _SHARED_MEMORY // (8 * capacity + 4 * SCRATCH_WORDS),
+                1 if team > 1 else config.warpgroups,
+                _SHARED_MEMORY // (8 * capacity + 4 * _BINS + 4 * SCRATCH_WORDS),
                 rows * segments // _MULTIPROCESSORS,
             ),
         ),
     )
 
 
-def _segment(rows: int, size: int, slots: int, config: TuningConfig) -> int:
-    """How many entries each warpgroup reads."""
-    if rows >= _MULTIPROCESSORS:
+def _segment(rows: int, size: int, slots: int, team: int, config: TuningConfig) -> int:
+    """How many entries each team reads."""
+    # Up to here another round costs more than it saves.
+    longest = config.segment * (4 if team == 1 else 8)
+    if rows >= _MULTIPROCESSORS or size <= longest:
         return size
     # This round reads a segment, the next one the results of all: both alike is shortest. Where
     # that is long, two more rounds are shorter than one.
     length = math.sqrt(size * slots)
-    if length > 4 * config.segment:
+    if length > longest:
         length = (size * slots**2) ** (1 / 3)
-    length = max(length, config.segment, size * rows / (8 * _MULTIPROCESSORS), 2 * slots)
-    return math.ceil(length)
+    teams = _MULTIPROCESSORS * (8 if team == 1 else 1)
+    return math.ceil(max(length, config.segment, size * rows / teams, 2 * slots))
 
 
 def _round(plan, scores, payload, lengths, interpret):
@@ -238,23 +252,24 @@ def _round(plan, scores, payload, lengths, interpret):
         payload_ref = None if payload is None else refs.pop(0)
         lengths_ref = None if lengths is None else refs.pop(0)
         out = refs.pop(0), refs.pop(0) if plan.scored else None
-        row, buffered, indices, scratch = lax.axis_index("block"), *refs
+        row = lax.axis_index("block")
         if plan.warpgroups > 1:
             mine = lax.axis_index("warpgroup")
             row = row * plan.warpgroups + mine
-            buffered, indices, scratch = (ref.at[mine] for ref in (buffered, indices, scratch))
-        wg = Warpgroup(scratch, interpreted=interpret is not None)
-        buffer = _Buffer(plan, wg, buffered, indices)
+            refs = [ref.at[mine] for ref in refs]
+        wg = Warpgroup(refs.pop(), interpreted=interpret is not None, team=plan.team)
+        buffer = _Buffer(plan, wg, *refs)
 
         @pl.when(row < plan.rows)
         def work():
             source = _Source.of(plan, wg, scores, payload_ref, lengths_ref, row)
             _work(plan, source, buffer, *out)
 
-    def shared(size, dtype):
-        return plgpu.SMEM((plan.warpgroups, size)[plan.warpgroups == 1 :], dtype)
+    def shared(*shape):
+        return plgpu.SMEM((plan.warpgroups, *shape)[plan.warpgroups == 1 :], jnp.int32)
 
-    several = {} if plan.warpgroups == 1 else {"thread_name": "warpgroup"}
+    threads = plan.warpgroups * plan.team
+    several = {} if threads == 1 else {"thread_name": "warpgroup"}
     shape = (plan.rows, plan.segments * plan.slots)
     found = plgpu.kernel(
         body,
@@ -264,11 +279,11 @@ def _round(plan, scores, payload, lengths, interpret):
         ),
         grid=(-(-plan.rows // plan.warpgroups), plan.segments),
         grid_names=("block", "segment"),
-        num_threads=plan.warpgroups if several else None,
+        num_threads=threads if several else None,
         scratch_types=[
-            shared(plan.capacity, jnp.float32),
-            shared(plan.capacity, jnp.int32),
-            shared(SCRATCH_WORDS, jnp.int32),
+            shared(2, plan.capacity),
+            shared(_BINS),
+            shared(SCRATCH_WORDS * plan.team),
         ],
         compiler_params=COMPILER_PARAMS,
         interpret=interpret,
@@ -297,7 +312,9 @@ class _Plan:
         capacity: of the buffer.
         sampled: whether segments are long enough to take a sample first.
         scored: whether the scores of what is selected are written.
-        warpgroups: of a block; each has a row of its own.
+        histogram: whether searches begin with a histogram.
+        team: warpgroups that work on a row together.
+        warpgroups: of a block, each of which has a row of its own; 1 where there is a team.
     """
 
     rows: int
@@ -314,6 +331,8 @@ class _Plan:
     capacity: int
     sampled: bool
     scored: bool
+    histogram: bool
+    team: int
     warpgroups: int
 
 
@@ -339,21 +358,22 @@ def _work(plan, source, buffer, out_indices, out_scores) -> None:
     )
 
     wg = source.wg
-    place = wg.iota(THREADS, 1)
+    piece = THREADS * plan.team * math.gcd(plan.slots // (THREADS * plan.team), 8)
+    place = wg.iota(piece, 1)
     start = lax.axis_index("segment") * plan.slots
 
     def write(n, _):
-        some = pl.ds(n * THREADS, THREADS)
-        there = pl.ds(start + n * THREADS, THREADS)
-        found = place + n * THREADS < count
-        indices = jnp.where(found, wg.load(buffer.indices.at[some], 1), -1)
+        some = wg.part(n * piece, piece)
+        there = wg.part(start + n * piece, piece)
+        found = place + n * piece < count
+        indices = jnp.where(found, buffer.load_indices(some, 1), -1)
         wg.store(out_indices.at[source.row, there], indices, 1)
         if out_scores is not None:
-            scores = jnp.where(found, wg.load(buffer.scores.at[some], 1), -jnp.inf)
+            scores = jnp.where(found, buffer.load(some, 1), -jnp.inf)
             wg.store(out_scores.at[source.row, there], scores, 1)
         return 0
 
-    lax.fori_loop(0, plan.slots // THREADS, write, 0)
+    lax.fori_loop(0, plan.slots // piece, write, 0)
 
 
 def _key(scores):
@@ -402,25 +422,22 @@ class _Source:
         """How many of the segment take part."""
         return (self.end + self.plan.block - 1) // self.plan.block - self.begin
 
-    def _read(self, start, size, vec):
-        block = self.plan.block
-        return self.wg.load(
-            self.scores.at[self.row, pl.ds(start * block, size * block)], vec * block
-        )
+    def _read(self, some, vec):
+        return self.wg.load(self.scores.at[self.row, some], vec * self.plan.block)
 
     def _of_entries(self, scores, start, complete):
         """One score per entry.
 
         Args:
             scores: as they were read.
-            start: entry of the first.
+            start: entry of the first, where not complete.
             complete: whether the scores of all blocks take part.
         """
         block, scores = self.plan.block, scores.astype(jnp.float32)
         if block == 1:
             return scores
         if not complete:
-            place = self.wg.iota(scores.shape[0], block) + start * block
+            place = self.wg.iota(scores.shape[0] * self.plan.team, block) + start * block
             scores = jnp.where(place < self.end, scores, -jnp.inf)
         return self.wg.block_max(scores, block)
 
@@ -428,30 +445,32 @@ class _Source:
         """A score that more than k entries of the segment probably exceed; uses the buffer."""
         plan, wg, length = self.plan, self.wg, self.entries
         # A thread has this many loads under way.
-        group = min(_PIECES, 32 // plan.block)
+        mine = _PIECES // plan.team
+        group = min(mine, 32 // plan.block)
 
         def sample():
             # Pieces that are evenly spread.
             step = (length - THREADS) // (_PIECES - 1)
 
             def read(n, _):
-                pieces = [n * group + piece for piece in range(group)]
-                read = [self._read(self.begin + piece * step, THREADS, 1) for piece in pieces]
+                pieces = [wg.mine * mine + n * group + piece for piece in range(group)]
+                places = [(self.begin + piece * step) * plan.block for piece in pieces]
+                read = [self._read(pl.ds(at, THREADS * plan.block), 1) for at in places]
                 for piece, scores in zip(pieces, read, strict=True):
-                    scores = self._of_entries(scores, self.begin + piece * step, complete=True)
+                    scores = self._of_entries(scores, None, complete=True)
                     scores = jnp.where(scores > -jnp.inf, scores, -jnp.inf)  # no NaN
-                    wg.store(buffer.scores.at[pl.ds(piece * THREADS, THREADS)], scores, 1)
+                    buffer.store(pl.ds(piece * THREADS, THREADS), scores, 1)
                 return 0
 
-            lax.fori_loop(0, _PIECES // group, read, 0)
+            lax.fori_loop(0, mine // group, read, 0)
             wg.sync()
             # Of the sample `expected` entries are among the k largest, give or take sqrt(expected).
             # Four of these on top, and sqrt(e) <= e / (2 s) + s / 2 for any s.
             expected = (_SAMPLE * plan.k + length - 1) // length
             rank = expected + 4 + jnp.minimum(2 * expected + 2, expected // 4 + 16)
-            low, _, _ = buffer.divide(jnp.int32(_SAMPLE), _LEAST, rank, rank + rank // 8)
+            limit = buffer.estimate(_SAMPLE, rank)
             wg.sync()
-            return _score(low)
+            return limit
 
         # Not where most entries would be taken anyway.
         worth = (length >= 2 * _SAMPLE) & (length >= 4 * plan.k)
@@ -476,16 +495,13 @@ class _Source:
             return jnp.minimum(self.begin + n * plan.tile, plan.size - plan.tile)
 
         def load(n):
-            scores = self._read(start_of(n), plan.tile, plan.vec)
+            some = wg.part(start_of(n) * plan.block, plan.tile * plan.block)
+            scores = self._read(some, plan.vec)
             if self.payload is None:
                 return (scores,)
-            some = pl.ds(start_of(n), plan.tile)
             return scores, wg.load(self.payload.at[self.row, some], plan.vec)
 
-        def take(n, tile, state, masked):
-            count, limit = lax.cond(
-                state[0] + plan.tile > plan.capacity, buffer.make_room, lambda *s: s, *state
-            )
+        def take(n, tile, count, limit, masked):
             place = wg.iota(plan.tile, plan.vec) + start_of(n)
             scores = self._of_entries(tile[0], start_of(n), complete=not masked)
             chosen = scores > limit
@@ -493,21 +509,57 @@ class _Source:
                 first = self.begin + n * plan.tile
                 chosen = chosen & (place >= first) & (place < self.begin + self.entries)
             indices = place if self.payload is None else tile[1]
-            return buffer.append(chosen, scores, indices, count, n & 1, plan.vec), limit
+            return buffer.append(chosen, scores, indices, count, n & 1, plan.vec)
 
         def step(n, state):
-            tile, state = state[0], state[1:]
+            tile, count, limit = state
             # The next tile is on its way while this one is worked on.
             following = load(n + 1)
-            return (following, *take(n, tile, state, masked=False))
+            count = take(n, tile, count, limit, masked=False)
+            full_buffer = count + plan.tile > plan.capacity
+            state = lax.cond(full_buffer, buffer.make_room, lambda *s: s, count, limit)
+            return following, *state
 
-        def rest(tile, *state):
-            return take(full, tile, state, masked=True)
-
-        tile, *state = lax.fori_loop(0, full, step, (load(0), jnp.int32(0), limit))
-        state = lax.cond(full * plan.tile < self.entries, rest, lambda _, *s: s, tile, *state)
+        tile, count, limit = lax.fori_loop(0, full, step, (load(0), jnp.int32(0), limit))
+        count = lax.cond(
+            full * plan.tile < self.entries,
+            lambda tile, count: take(full, tile, count, limit, masked=True),
+            lambda _, count: count,
+            tile,
+            count,
+        )
         wg.sync()
-        return state
+        return count, limit
+
+
+@dataclasses.dataclass(frozen=True)
+class _Histogram:
+    """Scores of a buffer by equal parts of their range.
+
+    Attributes:
+        useful: whether there is such a range; if not, nothing was counted.
+        high: key of the largest score.
+        least: only scores above it count.
+        smallest: of these.
+        scale: bins per score.
+        cut: highest bin that has, with those above it, as many scores as wanted.
+        above: how many that is.
+        beyond: without the scores in the bin itself.
+    """
+
+    useful: jax.Array
+    high: jax.Array
+    least: jax.Array
+    smallest: jax.Array
+    scale: jax.Array
+    cut: jax.Array | None = None
+    above: jax.Array | None = None
+    beyond: jax.Array | None = None
+
+    def bin_of(self, scores):
+        """The bins of scores, in the same order: rounding keeps it."""
+        bins = ((scores - self.smallest) * self.scale).astype(jnp.int32)
+        return jnp.clip(bins, 0, _BINS - 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -517,19 +569,32 @@ class _Buffer:
     Attributes:
         plan: the plan.
         wg: the warpgroup.
-        scores: reference to them.
-        indices: reference to them.
+        entries: reference to i32 `[2, capacity]`: the bits of the scores, and the indices.
+        bins: reference to the counts of a histogram.
     """
 
     plan: _Plan
     wg: Warpgroup
-    scores: jax.Array
-    indices: jax.Array
+    entries: jax.Array
+    bins: jax.Array
 
     def append(self, chosen, scores, indices, count, turn, vec):
         """Appends chosen entries; returns the new number."""
-        refs = (self.scores, self.indices)
-        return self.wg.compress(chosen, (scores, indices), refs, count, turn, vec)
+        return self.wg.compress(chosen, (scores, indices), self.entries, count, turn, vec)
+
+    def load(self, some, vec):
+        """Scores of a slice."""
+        bits = self.wg.load(self.entries.at[0, some], vec)
+        return lax.bitcast_convert_type(bits, jnp.float32)
+
+    def load_indices(self, some, vec):
+        """Indices of a slice."""
+        return self.wg.load(self.entries.at[1, some], vec)
+
+    def store(self, some, scores, vec):
+        """Overwrites the scores of a slice."""
+        bits = lax.bitcast_convert_type(scores, jnp.int32)
+        self.wg.store(self.entries.at[0, some], bits, vec)
 
     def make_room(self, count, limit):
         """Drops what cannot belong to the result; returns the new number and limit."""
@@ -550,11 +615,8 @@ class _Buffer:
         plan, wg = self.plan, self.wg
         # What lies behind the last entry must not count.
         last = self._chunks(count) - 1
-        wg.store(
-            self.scores.at[pl.ds(last * plan.chunk, plan.chunk)],
-            jnp.where(self._places(last) < count, self._load(self.scores, last), -jnp.inf),
-            plan.chunk_vec,
-        )
+        scores = jnp.where(self._places(last) < count, self._load(last), -jnp.inf)
+        self.store(self._chunk(last), scores, plan.chunk_vec)
         low, high, above = self.divide(count, jnp.maximum(_key(limit) - 1, _LEAST), plan.k, most)
 
         # Too many are left only where they equal `high`: of those the first ones stay.
@@ -584,9 +646,9 @@ class _Buffer:
         worst, limit = _score(low), _score(low + 1)
 
         def keep(n, kept):
-            scores = self._load(self.scores, n)
+            scores = self._load(n)
             stays = (scores > worst) & ((scores > limit) | (self._places(n) < cut))
-            indices = self._load(self.indices, n)
+            indices = self.load_indices(self._chunk(n), plan.chunk_vec)
             return self.append(stays, scores, indices, kept, n & 1, plan.chunk_vec)
 
         kept = lax.fori_loop(0, self._chunks(count), keep, jnp.int32(0))
@@ -609,7 +671,58 @@ class _Buffer:
             above: how many exceed `low`. More than `most` only where all that is too much equals
                 `high = low + 1`.
         """
-        plan, wg = self.plan, self.wg
+        if self.plan.histogram:
+            histogram = self._histogram(count, low, want)
+            bracket = lax.cond(
+                histogram.useful,
+                lambda: self._borders(count, low, histogram),
+                lambda: (low, histogram.high, count, jnp.int32(0)),
+            )
+        else:
+            bracket = low, self._highest(count, low), count, jnp.int32(0)
+        self.wg.sync()
+        low, high, above, _ = self._search(count, bracket, want, most)
+        return low, high, above
+
+    def estimate(self, count, want):
+        """A score that about `want` of the first `count` exceed, or more."""
+        low = jnp.int32(_LEAST)
+        most = want + want // 8
+        if not self.plan.histogram:
+            return _score(self.divide(jnp.int32(count), low, want, most)[0])
+        histogram = self._histogram(count, low, want)
+        self.wg.sync()
+
+        def search():
+            bracket = (low, histogram.high, jnp.int32(count), jnp.int32(0))
+            return _score(self._search(count, bracket, want, most)[0])
+
+        return lax.cond(
+            histogram.useful & (histogram.above <= want + want // 2),
+            lambda: histogram.smallest + histogram.cut.astype(jnp.float32) / histogram.scale,
+            search,
+        )
+
+    def _highest(self, count, low):
+        """The key of the largest score, but at least `low`."""
+
+        def larger(n, best):
+            return jnp.maximum(best, self._load(n))
+
+        best = lax.fori_loop(1, self._chunks(count), larger, self._load(0))
+        return jnp.maximum(self._max(best, 1), low)
+
+    def _search(self, count, bracket, want, most):
+        """The rest of `divide`.
+
+        Args:
+            count, want, most: as there.
+            bracket: low, high, above, beyond: keys, of which at least `want` scores exceed the
+                lower and fewer the higher one, and how many exceed each.
+
+        Returns:
+            As the bracket.
+        """
 
         def unsettled(state):
             low, high, above, _, _ = state
@@ -635,22 +748,78 @@ class _Buffer:
                 1 - turn,
             )
 
-        def larger(n, best):
-            return jnp.maximum(best, self._load(self.scores, n))
+        *bracket, _ = lax.while_loop(unsettled, split, (*bracket, jnp.int32(0)))
+        self.wg.sync()
+        return bracket
 
-        best = lax.fori_loop(1, self._chunks(count), larger, self._load(self.scores, 0))
-        high = jnp.maximum(wg.max(_key(best), jnp.int32(1), plan.chunk_vec), low)
-        state = (low, high, count, jnp.int32(0), jnp.int32(0))
-        low, high, above, _, _ = lax.while_loop(unsettled, split, state)
-        wg.sync()
-        return low, high, above
+    def _histogram(self, count, low, want) -> _Histogram:
+        """Counts the scores by equal parts of their range."""
+        plan, wg = self.plan, self.wg
+        least = _score(low)
+
+        def extremes(n, state):
+            scores = self._load(n)
+            largest, smallest = state
+            return (
+                jnp.maximum(largest, scores),
+                jnp.minimum(smallest, jnp.where(scores > least, scores, jnp.inf)),
+            )
+
+        none = wg.full(plan.chunk, plan.chunk_vec, -np.inf)
+        largest, smallest = lax.fori_loop(0, self._chunks(count), extremes, (none, -none))
+        high = jnp.maximum(self._max(largest, 1), low)
+        smallest = -_score(self._max(-smallest, 0))
+        span = _score(high) - smallest
+        useful = (span > 1e-30) & (span < jnp.inf)
+        counted = _Histogram(useful, high, least, smallest, (_BINS - 1) / span)
+
+        def tally():
+            vec = _BINS // (THREADS * plan.team)
+            bins = self.bins.at[wg.part(0, _BINS)]
+            wg.store(bins, wg.full(_BINS, vec, 0), vec)
+            wg.sync()
+
+            def add(n, _):
+                scores = self._load(n)
+                wg.tally(self.bins, counted.bin_of(scores), scores > least, plan.chunk_vec)
+                return 0
+
+            lax.fori_loop(0, self._chunks(count), add, 0)
+            wg.sync()
+            return wg.upper_bin(wg.load(bins, vec), want, jnp.int32(1))
+
+        zero = jnp.int32(0)
+        cut, above, beyond = lax.cond(useful, tally, lambda: (zero, zero, zero))
+        return dataclasses.replace(counted, cut=cut, above=above, beyond=beyond)
+
+    def _borders(self, count, low, histogram):
+        """The bracket that the bin of the last wanted score makes."""
+        plan = self.plan
+
+        def larger(n, state):
+            scores = self._load(n)
+            bins = jnp.where(scores > histogram.least, histogram.bin_of(scores), -1)
+            under, inside = state
+            return (
+                jnp.maximum(under, jnp.where(bins < histogram.cut, scores, -jnp.inf)),
+                jnp.maximum(inside, jnp.where(bins == histogram.cut, scores, -jnp.inf)),
+            )
+
+        none = self.wg.full(plan.chunk, plan.chunk_vec, -np.inf)
+        under, inside = lax.fori_loop(0, self._chunks(count), larger, (none, none))
+        low = jnp.maximum(self._max(under, 0), low)
+        return low, self._max(inside, 1), histogram.above, histogram.beyond
+
+    def _max(self, scores, turn):
+        """The key of the largest score."""
+        return self.wg.max(_key(scores), jnp.int32(turn), self.plan.chunk_vec)
 
     def _number(self, count, condition, turn):
         """How many scores meet `condition(scores, chunk)`."""
         plan = self.plan
 
         def add(n, total):
-            return total + condition(self._load(self.scores, n), n).astype(jnp.int32)
+            return total + condition(self._load(n), n).astype(jnp.int32)
 
         zero = self.wg.full(plan.chunk, plan.chunk_vec, 0)
         total = lax.fori_loop(0, self._chunks(count), add, zero)
@@ -659,9 +828,11 @@ class _Buffer:
     def _chunks(self, count):
         return (count + self.plan.chunk - 1) // self.plan.chunk
 
-    def _load(self, ref, n):
-        plan = self.plan
-        return self.wg.load(ref.at[pl.ds(n * plan.chunk, plan.chunk)], plan.chunk_vec)
+    def _chunk(self, n):
+        return self.wg.part(n * self.plan.chunk, self.plan.chunk)
+
+    def _load(self, n):
+        return self.load(self._chunk(n), self.plan.chunk_vec)
 
     def _places(self, n):
         return self.wg.iota(self.plan.chunk, self.plan.chunk_vec) + n * self.plan.chunk

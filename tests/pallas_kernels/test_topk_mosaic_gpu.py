@@ -44,6 +44,10 @@ def scores_like(kind, shape):
             return np.full_like(scores, -np.inf)
         case "ascending":
             return np.sort(scores)
+        case "outliers":
+            scores[..., ::100] *= 1e30
+            scores[..., ::1000] = np.inf
+            return scores
         case "equal but for a few":
             # Those that stay when the buffer fills equal the limit that is in force from then on.
             scores[...] = np.where(scores > 2, scores, -1)
@@ -81,9 +85,11 @@ def test_hard_scores(one_block, kind):
     np.testing.assert_array_equal(one_block(scores, lengths), expected)
 
 
-def test_sampled_threshold():
-    function = compiled((1, 4500), 70, config=TuningConfig(512, 576, segment=8192))
-    for kind in ("normal", "few values", "sample deceives"):
+@pytest.mark.parametrize("histogram", [False, True])
+def test_sampled_threshold(histogram):
+    config = TuningConfig(512, 576, segment=8192, histogram=histogram)
+    function = compiled((1, 4500), 70, config=config)
+    for kind in ("normal", "few values", "equal", "outliers", "sample deceives"):
         scores = scores_like(kind, (1, 4500))
         np.testing.assert_array_equal(function(scores), numpy_topk(scores, 70, order="index"))
 
@@ -127,7 +133,7 @@ def test_leading_axes_and_vmap():
     [
         ((300, 5000), 300, jnp.bfloat16, True),
         pytest.param((2048, 131072), 512, jnp.float32, False, marks=pytest.mark.slow),
-        pytest.param((1, 65536), 512, jnp.float32, False, marks=pytest.mark.slow),
+        pytest.param((2, 50001), 512, jnp.float32, False, marks=pytest.mark.slow),
     ],
 )
 def test_compiles_for_hopper(hopper, monkeypatch, shape, k, dtype, lengths):
@@ -137,6 +143,15 @@ def test_compiles_for_hopper(hopper, monkeypatch, shape, k, dtype, lengths):
     compiled = hopper.compile(
         lambda scores, *lengths: topk(scores, k, *lengths, implementation="mosaic_gpu"), *arguments
     )
+    assert "mosaic_gpu" in compiled.as_text()
+
+
+@pytest.mark.slow
+def test_teams_and_histograms_compile_for_hopper(hopper, monkeypatch):
+    monkeypatch.setattr(hopper_device, "require", lambda _: None)
+    config = TuningConfig(team=4, histogram=True)
+    run = functools.partial(mosaic_gpu.topk, k=512, config=config)
+    compiled = hopper.compile(run, jax.ShapeDtypeStruct((2, 65536), jnp.float32))
     assert "mosaic_gpu" in compiled.as_text()
 
 
