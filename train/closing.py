@@ -24,17 +24,17 @@ PLOT, SAMPLE = "loss.png", "sample.txt"
 NUMBERS = "heldout_bits_per_byte"
 
 
-def heldout(plan: Plan, index: int, eval_step: Any, params: Any) -> dict[str, float]:
+def heldout(plan: Plan, index: int, eval_step: Any, params: Any) -> dict[str, Any]:
     """Nats per token and bits per byte of the first `eval.batches` held-out batches.
 
     Args:
         plan: of the run.
         index: the stage whose data and model are meant.
-        eval_step: from `train.step.make_eval_step`.
-        params: of the model.
+        eval_step: from `train.step.make_eval_step`; its sums may be arrays, one entry per model.
+        params: of the model, or of several.
 
     Returns:
-        heldout_loss, heldout_bits_per_byte, heldout_accuracy.
+        heldout_loss, heldout_bits_per_byte, heldout_accuracy, each like a sum of `eval_step`.
     """
     nats = tokens = correct = size = 0.0
     hosts = dict(host_index=jax.process_index(), host_count=jax.process_count())
@@ -43,11 +43,12 @@ def heldout(plan: Plan, index: int, eval_step: Any, params: Any) -> dict[str, fl
         sums = jax.device_get(eval_step(params, step_lib.to_device(batch, plan.mesh)))
         nats, tokens, correct = nats + sums.nats, tokens + sums.tokens, correct + sums.correct
         size += _over_hosts(host["row_bytes"].sum())
-    return {
-        "heldout_loss": float(nats / tokens),
-        NUMBERS: float(nats / math.log(2) / size),
-        "heldout_accuracy": float(correct / tokens),
+    numbers = {
+        "heldout_loss": nats / tokens,
+        NUMBERS: nats / math.log(2) / size,
+        "heldout_accuracy": correct / tokens,
     }
+    return {name: np.asarray(number, np.float64).tolist() for name, number in numbers.items()}
 
 
 def _over_hosts(value: Any) -> float:

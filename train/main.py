@@ -76,8 +76,14 @@ def _where(error: BaseException, file: str) -> str:
     return f"line {inside[-1].lineno}: {kind}" if inside else kind
 
 
-def parse(arguments: Sequence[str]) -> tuple[ConfigDict, Path]:
+def parse(
+    arguments: Sequence[str], values: flags.FlagValues | None = None
+) -> tuple[ConfigDict, Path]:
     """Command line (without the program) -> (configuration with its overrides, workdir).
+
+    Args:
+        arguments: the command line.
+        values: holds the flags that a program has besides; they are parsed too.
 
     Raises:
         InputError: a flag or key that does not exist, or a value of the wrong type; one line.
@@ -91,7 +97,7 @@ def parse(arguments: Sequence[str]) -> tuple[ConfigDict, Path]:
         if match and match[1] not in known:
             what = "is a section, set its keys" if match[1] in sections else "no such key"
             raise _UsageError(f"--config.{match[1]}: {what}{closest(match[1], known)}")
-    values = flags.FlagValues()
+    values = flags.FlagValues() if values is None else values
     argv = ["train.main", *arguments]
     config = config_flags.DEFINE_config_file(
         "config", flag_values=values, lock_config=True, sys_argv=argv

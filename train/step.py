@@ -91,6 +91,21 @@ def abstract_state(
     return TrainState(jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated), params, opt_state)
 
 
+def parameter_init(model: ced.CED, mesh: Mesh) -> Any:
+    """The function from a random key to the model's parameters, to be jitted."""
+    inputs = _example(model.config, mesh)
+    return lambda key: nn.unbox(model.init(key, **inputs))["params"]
+
+
+def init_options() -> dict[str, Any] | None:
+    """Compiler options for the initialisation.
+
+    On the CPU, optimising some hundred random number generators takes far longer than running them
+    once without.
+    """
+    return {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
+
+
 def init_state(
     model: ced.CED, optimizer: optax.GradientTransformation, abstract: TrainState, seed: int
 ) -> TrainState:
@@ -102,18 +117,14 @@ def init_state(
         abstract: from `abstract_state`.
         seed: of the parameters.
     """
-    mesh = abstract.step.sharding.mesh
-    inputs = _example(model.config, mesh)
+    make = parameter_init(model, abstract.step.sharding.mesh)
 
     def init(key):
-        params = nn.unbox(model.init(key, **inputs))["params"]
+        params = make(key)
         return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
 
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-    # On the CPU, optimising some hundred random number generators takes far longer than running
-    # them once without.
-    quick = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
-    compiled = jax.jit(init, out_shardings=shardings, compiler_options=quick)
+    compiled = jax.jit(init, out_shardings=shardings, compiler_options=init_options())
     return compiled(jax.random.key(seed))
 
 
@@ -147,8 +158,14 @@ def to_device(batch: Mapping[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Arra
 # -- The step ----------------------------------------------------------------------------------
 
 
-class _Sums(NamedTuple):
-    """What microbatches add up: each microbatch's share of the step's means."""
+class Learned(NamedTuple):
+    """What a batch says about the parameters; microbatches add up, each a share of the means.
+
+    Attributes:
+        gradients: like the parameters.
+        router_load: tokens per expert, see `v41flash.nn.moe.update_router_bias`.
+        metrics: f32 scalars by name.
+    """
 
     gradients: Any
     router_load: Any
@@ -224,24 +241,17 @@ def _split_norm(gradients: Any) -> tuple[jax.Array, jax.Array]:
     return optax.tree.norm(inside), optax.tree.norm(outside)
 
 
-def make_train_step(
-    model: ced.CED, optimizer: optax.GradientTransformation, settings: Settings
-) -> Any:
-    """Builds the update function; jit it with `compile_train_step`.
+def make_gradients(model: ced.CED, settings: Settings) -> Any:
+    """Builds the part of a step that knows of the data: losses and their gradients.
 
     Args:
         model: built with `indexer_loss=True`.
-        optimizer: from `train.optimizer.build`.
-        settings: `train` gives accumulation and loss weights, `optimizer` the rate that is logged.
+        settings: `train` gives accumulation and loss weights.
 
     Returns:
-        (TrainState, batch) -> (TrainState, metrics), metrics a dict of f32 scalars: loss = ce +
-        balance_weight * balance + indexer_weight * indexer_kl, and accuracy, grad_norm (before the
-        clip, without the indexers), indexer_grad_norm, learning_rate, padding, tokens,
-        max_main_kv, max_norm_weight.
+        (params, batch) -> `Learned` of the whole batch.
     """
     train = settings.train
-    schedule = optimizer_lib.schedule(settings.optimizer)
 
     def share(params, batch, totals):
         """This microbatch's share of the step's loss: shares sum to exact means."""
@@ -264,51 +274,92 @@ def make_train_step(
         }
         return loss, (router_load, metrics)
 
-    def sums(params, batch, totals):
+    def part(params, batch, totals):
         gradient = jax.value_and_grad(share, has_aux=True)
         (_, (router_load, metrics)), gradients = gradient(params, batch, totals)
-        return _Sums(gradients, router_load, metrics)
+        return Learned(gradients, router_load, metrics)
 
-    def join(a: _Sums, b: _Sums) -> _Sums:
+    def join(a: Learned, b: Learned) -> Learned:
         added = jax.tree.map(jnp.add, a, b)
         largest = jnp.maximum(a.metrics["max_main_kv"], b.metrics["max_main_kv"])
         return added._replace(metrics={**added.metrics, "max_main_kv": largest})
 
-    def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+    def whole(params: Any, batch: Batch) -> Learned:
         totals = _counts(batch)
         positions = batch["segment_ids"].size
         tokens = totals["tokens"]
         totals = jax.tree.map(lambda total: jnp.maximum(total, 1.0), totals)
         if train.accumulation == 1:
-            done = sums(state.params, batch, totals)
+            done = part(params, batch, totals)
         else:
             micro = _microbatches(batch, train.accumulation)
             first = jax.tree.map(lambda array: array[0], micro)
             zero = jax.tree.map(
                 lambda leaf: jnp.zeros(leaf.shape, leaf.dtype),
-                jax.eval_shape(sums, state.params, first, totals),
+                jax.eval_shape(part, params, first, totals),
             )
             done, _ = jax.lax.scan(
-                lambda total, part: (join(total, sums(state.params, part, totals)), None),
-                zero,
-                micro,
+                lambda total, micro: (join(total, part(params, micro, totals)), None), zero, micro
             )
-        updates, opt_state = optimizer.update(done.gradients, state.opt_state, state.params)
-        if train.freeze_vision:
+        seen = {"padding": 1.0 - tokens / positions, "tokens": tokens}
+        return done._replace(metrics={**done.metrics, **seen})
+
+    return whole
+
+
+def make_update(optimizer: optax.GradientTransformation, settings: Settings) -> Any:
+    """Builds the part of a step that moves the parameters.
+
+    Args:
+        optimizer: from `train.optimizer.build`.
+        settings: `optimizer` gives the rate that is logged, `train` the speed of router biases.
+
+    Returns:
+        (TrainState, Learned) -> (TrainState, metrics).
+    """
+    schedule = optimizer_lib.schedule(settings.optimizer)
+
+    def update(state: TrainState, learned: Learned) -> tuple[TrainState, dict[str, jax.Array]]:
+        updates, opt_state = optimizer.update(learned.gradients, state.opt_state, state.params)
+        if settings.train.freeze_vision:
             updates = optimizer_lib.without_vision(updates)
         params = optax.apply_updates(state.params, updates)
-        params = moe.update_router_bias(params, done.router_load, train.router_bias_speed)
-        grad_norm, indexer_grad_norm = _split_norm(done.gradients)
+        speed = settings.train.router_bias_speed
+        params = moe.update_router_bias(params, learned.router_load, speed)
+        grad_norm, indexer_grad_norm = _split_norm(learned.gradients)
         metrics = {
-            **done.metrics,
+            **learned.metrics,
             "grad_norm": grad_norm,
             "indexer_grad_norm": indexer_grad_norm,
             "learning_rate": schedule(state.step),
-            "padding": 1.0 - tokens / positions,
-            "tokens": tokens,
             "max_norm_weight": _largest_norm_weight(params),
         }
         return TrainState(state.step + 1, params, opt_state), metrics
+
+    return update
+
+
+def make_train_step(
+    model: ced.CED, optimizer: optax.GradientTransformation, settings: Settings
+) -> Any:
+    """Builds the update function; jit it with `compile_train_step`.
+
+    Args:
+        model: built with `indexer_loss=True`.
+        optimizer: from `train.optimizer.build`.
+        settings: `train` gives accumulation and loss weights, `optimizer` the rate that is logged.
+
+    Returns:
+        (TrainState, batch) -> (TrainState, metrics), metrics a dict of f32 scalars: loss = ce +
+        balance_weight * balance + indexer_weight * indexer_kl, and accuracy, grad_norm (before the
+        clip, without the indexers), indexer_grad_norm, learning_rate, padding, tokens,
+        max_main_kv, max_norm_weight.
+    """
+    gradients = make_gradients(model, settings)
+    update = make_update(optimizer, settings)
+
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+        return update(state, gradients(state.params, batch))
 
     return step
 

@@ -1,0 +1,279 @@
+"""Compares optimizers: many learning rates and seeds of one configuration in one process.
+
+    python -m train.compare --config=configs/optimizers.py --workdir=DIR \
+        --runs="name=adamw learning_rate=1e-3,2e-3,4e-3" \
+        --runs="name=v41 learning_rate=2e-3,4e-3 seed=0,1" [--config.train.steps=100 ...]
+
+Each --runs stands for all combinations of its values; its keys are those of config.optimizer and
+`seed`, what it leaves out is as in the configuration. All runs get the same batches and go through
+one compiled program side by side (`train.lanes`), which suits models that leave the device idle.
+One device, one stage, no checkpoints: a comparison is done in one go.
+
+DIR holds config.json, versions.json, runs.json (the runs in order), curves.jsonl (an object every
+config.train.log_every steps: of each run the mean of every number since the last; held-out numbers
+every config.eval.every steps), summary.json and curves.png. Exit status: 0 complete, 2 the flags or
+the configuration are wrong, 130 interrupted. A run whose loss is no longer finite goes on as such,
+beside the others.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import itertools
+import json
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from absl import flags
+from ml_collections import ConfigDict
+
+from train import closing, lanes, plots, runinfo
+from train import main as main_lib
+from train import plan as plan_lib
+from train import stages as stages_lib
+from train import step as step_lib
+from train.data import pipeline
+from train.settings import OptimizerSettings, SettingsError, closest, to_json
+from v41flash.errors import InputError
+
+CURVES = "curves.jsonl"
+
+
+def parse_runs(config: ConfigDict, texts: Sequence[str]) -> list[lanes.Run]:
+    """The runs that the values of --runs stand for.
+
+    Raises:
+        SettingsError: one line that names the key and value.
+    """
+    known = [*(field.name for field in dataclasses.fields(OptimizerSettings)), "seed"]
+    if not texts:
+        raise SettingsError('--runs is missing: give some, such as --runs="name=v41 seed=0,1"')
+    runs = []
+    for text in texts:
+        choices = {}
+        for item in text.split():
+            key, equals, values = item.partition("=")
+            if not equals or key not in known:
+                raise SettingsError(
+                    f"--runs={text!r}: {item!r} must be KEY=VALUE[,VALUE...], the key one of "
+                    f"{', '.join(known)}{closest(key, known)}"
+                )
+            choices[key] = [_value(value) for value in values.split(",")]
+        for chosen in itertools.product(*choices.values()):
+            runs.append(_run(config, text, dict(zip(choices, chosen, strict=True))))
+    for run in runs:
+        if runs.count(run) > 1:
+            raise SettingsError(f"--runs: {label(run)} is there more than once")
+        if run.optimizer.final_learning_rate is not None:
+            raise SettingsError(
+                f"optimizer.final_learning_rate = {run.optimizer.final_learning_rate}: must be "
+                "None in a comparison (a tenth of each run's rate)"
+            )
+    return runs
+
+
+def _value(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def _run(config: ConfigDict, text: str, chosen: dict[str, Any]) -> lanes.Run:
+    section, seed = ConfigDict(config.to_dict()), chosen.pop("seed", config.train.seed)
+    try:
+        section.optimizer.update(chosen)
+        section.train.seed = seed
+        settings = stages_lib.resolve_stages(section)[0].settings
+    except (TypeError, ValueError) as error:
+        raise SettingsError(f"--runs={text!r}: {error}") from error
+    return lanes.Run(settings.optimizer, settings.train.seed)
+
+
+def label(run: lanes.Run) -> str:
+    """Optimizer, learning rate and seed in a few words."""
+    return f"{run.optimizer.name} {run.optimizer.learning_rate:g} seed {run.seed}"
+
+
+def _check(config: ConfigDict, workdir: Path) -> plan_lib.Plan:
+    stages = stages_lib.resolve_stages(config)
+    if len(stages) > 1:
+        raise SettingsError(
+            f"train.stages, train.indexer_warmup_steps: a comparison has one stage, not "
+            f"{len(stages)}"
+        )
+    train, evaluation = stages[0].settings.train, stages[0].settings.eval
+    for key, value in (("train.steps", train.steps), ("eval.every", evaluation.every)):
+        if value % train.log_every:
+            raise SettingsError(
+                f"{key} = {value}: must be a multiple of train.log_every, {train.log_every}"
+            )
+    if (workdir / CURVES).exists():
+        raise SettingsError(f"--workdir={workdir}: holds a comparison; give another folder")
+    plan = plan_lib.prepare(stages, workdir, None)
+    if plan.mesh.size > 1:
+        raise SettingsError(
+            f"a comparison runs on one device, there are {plan.mesh.size}: choose one, with "
+            "CUDA_VISIBLE_DEVICES or the like"
+        )
+    return plan
+
+
+class _Comparison:
+    """A comparison under way."""
+
+    def __init__(self, plan: plan_lib.Plan, runs: Sequence[lanes.Run], workdir: Path):
+        """Makes the states and compiles the step."""
+        self.plan, self.workdir = plan, workdir
+        self.groups = lanes.group(runs, plan.settings)
+        self.runs = lanes.lane_order(self.groups)
+        self.iterator = plan.data[0].train_iterator(0)
+        self.next_batch = self._batch()
+        started = time.perf_counter()
+        init = lanes.make_init(plan.models[0], self.groups, plan.mesh)
+        keys = lanes.keys(self.groups)
+        shapes = jax.eval_shape(init, keys)
+        chunk = plan.settings.train.loss_chunk_tokens
+        evaluate = jax.vmap(
+            step_lib.make_eval_step(plan.inference_model(0), chunk), in_axes=(0, None)
+        )
+        # The largest program first; the others are traced while it compiles.
+        with ThreadPoolExecutor() as pool:
+            self.step = lanes.Step(plan.models[0], self.groups, shapes, self.next_batch, pool)
+            lowered = jax.jit(evaluate).lower(
+                jax.eval_shape(lanes.joined, [state.params for state in shapes]), self.next_batch
+            )
+            compiling = pool.submit(lowered.compile)
+            self.states = jax.jit(init, compiler_options=step_lib.init_options())(keys)
+        self.eval_step = compiling.result()
+        print(f"compiled in {time.perf_counter() - started:.1f} s", flush=True)
+
+    def _batch(self) -> step_lib.Batch:
+        batch, _ = pipeline.split_host_fields(next(self.iterator))
+        return step_lib.to_device(batch, self.plan.mesh)
+
+    def train(self) -> dict[str, Any]:
+        """Does all steps; writes and returns the last numbers."""
+        train, every = self.plan.settings.train, self.plan.settings.eval.every
+        row: dict[str, Any] = {}
+        pending = []
+        with open(self.workdir / CURVES, "w", buffering=1) as curves:
+            started = time.perf_counter()
+            for done in range(1, train.steps + 1):
+                self.states, metrics = self.step(self.states, self.next_batch)
+                pending.append(metrics)
+                self.next_batch = self._batch()  # while the device is busy
+                if done % train.log_every:
+                    continue
+                row = {"step": done, **_means(pending)}
+                row["step_seconds"] = (time.perf_counter() - started) / len(pending)
+                pending = []
+                if done == train.steps or (every and done % every == 0):
+                    params = lanes.joined([state.params for state in self.states])
+                    row |= closing.heldout(self.plan, 0, self.eval_step, params)
+                curves.write(json.dumps(row) + "\n")
+                self._progress(row)
+                started = time.perf_counter()
+        return row
+
+    def _progress(self, row: dict[str, Any]) -> None:
+        best = np.nanargmin(row["ce"]) if np.isfinite(row["ce"]).any() else 0
+        text = f"step {row['step']}  {1e3 * row['step_seconds']:.1f} ms a step"
+        text += f"  lowest cross entropy {row['ce'][best]:.4f} ({label(self.runs[best])})"
+        if closing.NUMBERS in row:
+            numbers = " ".join(f"{number:.4f}" for number in row[closing.NUMBERS])
+            text += f"\n  held-out bits per byte: {numbers}"
+        print(text, flush=True)
+
+    def summary(self, row: dict[str, Any]) -> dict[str, Any]:
+        """What summary.json holds: the last numbers of every run, and what each group costs."""
+        results = [
+            {"run": label(run), "optimizer": dataclasses.asdict(run.optimizer), "seed": run.seed}
+            | {name: values[i] for name, values in row.items() if isinstance(values, list)}
+            for i, run in enumerate(self.runs)
+        ]
+        costs = []
+        for group, state in zip(self.groups, self.states, strict=True):
+            cost: dict[str, Any] = {"optimizer": group.settings.optimizer.name}
+            cost |= {"runs": len(group.runs), "state_bytes": lanes.state_bytes(state)}
+            if self.plan.settings.train.time_optimizer:
+                one = jax.tree.map(lambda leaf: leaf[0], (state.params, state.opt_state))
+                alone = step_lib.TrainState(state.step, *one)
+                cost["update_ms"] = step_lib.optimizer_milliseconds(group.transform, alone)
+            costs.append(cost)
+        return {"step": row["step"], "runs": results, "groups": costs}
+
+
+def _means(metrics: Sequence[dict[str, jax.Array]]) -> dict[str, list[float]]:
+    """Of each number, the mean over some steps for every run."""
+    read = jax.device_get(metrics)
+    return {name: np.mean([row[name] for row in read], axis=0).tolist() for name in read[0]}
+
+
+def compare(config: ConfigDict, texts: Sequence[str], workdir: Path) -> dict[str, Any]:
+    """Runs a comparison; returns what it writes to summary.json.
+
+    Args:
+        config: the configuration of all runs.
+        texts: values of --runs.
+        workdir: folder for the results.
+
+    Raises:
+        InputError: one line that names what is wrong.
+    """
+    runs = parse_runs(config, texts)
+    plan = _check(config, workdir)
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        runinfo.write_json(workdir / "config.json", to_json(config))
+        runinfo.write_json(workdir / "versions.json", runinfo.versions())
+    except OSError as error:
+        raise SettingsError(f"--workdir={workdir}: cannot be written: {error}") from error
+    print(f"{len(runs)} runs; {plan.data[0].describe()}", flush=True)
+    work = _Comparison(plan, runs, workdir)
+    listed = [dataclasses.asdict(run.optimizer) | {"seed": run.seed} for run in work.runs]
+    runinfo.write_json(workdir / "runs.json", listed)
+    try:
+        row = work.train()
+    finally:
+        work.iterator.close()
+    summary = work.summary(row)
+    runinfo.write_json(workdir / "summary.json", summary)
+    curves = [json.loads(line) for line in (workdir / CURVES).read_text().splitlines()]
+    named = [(run.optimizer.name, run.optimizer.learning_rate) for run in work.runs]
+    plots.comparison_plot(curves, named, workdir / "curves.png")
+    for result in sorted(summary["runs"], key=lambda run: run["heldout_loss"]):
+        print(f"{result[closing.NUMBERS]:.4f} bits per byte  {result['run']}")
+    return summary
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command line; returns the exit status."""
+    if any(argument in ("-h", "--help", "-help") for argument in arguments):
+        print(__doc__)
+        return 0
+    values = flags.FlagValues()
+    runs = flags.DEFINE_multi_string("runs", [], "KEY=VALUE[,VALUE...] ...", flag_values=values)
+    try:
+        config, workdir = main_lib.parse(arguments, values)
+        # grain's workers ask absl whether flags have been parsed.
+        flags.FLAGS.mark_as_parsed()
+        compare(config, runs.value, workdir)
+    except InputError as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
