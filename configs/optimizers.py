@@ -65,5 +65,5 @@ def get_config():
     config.train.log_every = 10
     config.train.checkpoint_every = 500
     config.eval.every = 250
-    config.eval.batches = 32
+    config.eval.batches = 64
     return config

@@ -24,7 +24,7 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -68,9 +68,10 @@ def parse_runs(config: ConfigDict, texts: Sequence[str]) -> list[lanes.Run]:
             choices[key] = [_value(value) for value in values.split(",")]
         for chosen in itertools.product(*choices.values()):
             runs.append(_run(config, text, dict(zip(choices, chosen, strict=True))))
+    base = stages_lib.resolve_stages(config)[0].settings.optimizer
     for run in runs:
         if runs.count(run) > 1:
-            raise SettingsError(f"--runs: {label(run)} is there more than once")
+            raise SettingsError(f"--runs: {label(run, base)} is there more than once")
         if run.optimizer.final_learning_rate is not None:
             raise SettingsError(
                 f"optimizer.final_learning_rate = {run.optimizer.final_learning_rate}: must be "
@@ -97,9 +98,19 @@ def _run(config: ConfigDict, text: str, chosen: dict[str, Any]) -> lanes.Run:
     return lanes.Run(settings.optimizer, settings.train.seed)
 
 
-def label(run: lanes.Run) -> str:
-    """Optimizer, learning rate and seed in a few words."""
-    return f"{run.optimizer.name} {run.optimizer.learning_rate:g} seed {run.seed}"
+def label(run: lanes.Run, base: OptimizerSettings) -> str:
+    """Optimizer, learning rate and seed in a few words, and whatever else is not as in `base`."""
+    return f"{family(run, base)} {run.optimizer.learning_rate:g} seed {run.seed}"
+
+
+def family(run: lanes.Run, base: OptimizerSettings) -> str:
+    """The label without learning rate and seed."""
+    values = dataclasses.asdict(run.optimizer)
+    usual = dataclasses.asdict(base) | {key: values[key] for key in ("name", "learning_rate")}
+    return " ".join(
+        [run.optimizer.name]
+        + [f"{key}={values[key]}" for key in values if values[key] != usual[key]]
+    )
 
 
 def _check(config: ConfigDict, workdir: Path) -> plan_lib.Plan:
@@ -129,31 +140,42 @@ def _check(config: ConfigDict, workdir: Path) -> plan_lib.Plan:
 class _Comparison:
     """A comparison under way."""
 
-    def __init__(self, plan: plan_lib.Plan, runs: Sequence[lanes.Run], workdir: Path):
+    def __init__(
+        self,
+        plan: plan_lib.Plan,
+        runs: Sequence[lanes.Run],
+        workdir: Path,
+        compiler_options: Mapping[str, Any] | None,
+    ):
         """Makes the states and compiles the step."""
         self.plan, self.workdir = plan, workdir
         self.groups = lanes.group(runs, plan.settings)
         self.runs = lanes.lane_order(self.groups)
+        self.labels = [label(run, plan.settings.optimizer) for run in self.runs]
         self.iterator = plan.data[0].train_iterator(0)
         self.next_batch = self._batch()
-        started = time.perf_counter()
         init = lanes.make_init(plan.models[0], self.groups, plan.mesh)
         keys = lanes.keys(self.groups)
         shapes = jax.eval_shape(init, keys)
         chunk = plan.settings.train.loss_chunk_tokens
-        evaluate = jax.vmap(
-            step_lib.make_eval_step(plan.inference_model(0), chunk), in_axes=(0, None)
-        )
+        one_run = step_lib.make_eval_step(plan.inference_model(0), chunk)
+
+        def evaluate(params: Sequence[Any], batch: step_lib.Batch) -> Any:
+            return jax.vmap(one_run, in_axes=(0, None))(lanes.joined(params), batch)
+
         # The largest program first; the others are traced while it compiles.
-        with ThreadPoolExecutor() as pool:
-            self.step = lanes.Step(plan.models[0], self.groups, shapes, self.next_batch, pool)
-            lowered = jax.jit(evaluate).lower(
-                jax.eval_shape(lanes.joined, [state.params for state in shapes]), self.next_batch
-            )
-            compiling = pool.submit(lowered.compile)
-            self.states = jax.jit(init, compiler_options=step_lib.init_options())(keys)
-        self.eval_step = compiling.result()
-        print(f"compiled in {time.perf_counter() - started:.1f} s", flush=True)
+        self.pool = ThreadPoolExecutor()
+        self.step = lanes.Step(
+            plan.models[0], self.groups, shapes, self.next_batch, self.pool, compiler_options
+        )
+        lowered = jax.jit(evaluate).lower([state.params for state in shapes], self.next_batch)
+        self.eval_step = self.pool.submit(lowered.compile, compiler_options)
+        self.states = jax.jit(init, compiler_options=step_lib.init_options())(keys)
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self.iterator.close()
+        self.pool.shutdown(cancel_futures=True)
 
     def _batch(self) -> step_lib.Batch:
         batch, _ = pipeline.split_host_fields(next(self.iterator))
@@ -176,8 +198,8 @@ class _Comparison:
                 row["step_seconds"] = (time.perf_counter() - started) / len(pending)
                 pending = []
                 if done == train.steps or (every and done % every == 0):
-                    params = lanes.joined([state.params for state in self.states])
-                    row |= closing.heldout(self.plan, 0, self.eval_step, params)
+                    params = [state.params for state in self.states]
+                    row |= closing.heldout(self.plan, 0, self.eval_step.result(), params)
                 curves.write(json.dumps(row) + "\n")
                 self._progress(row)
                 started = time.perf_counter()
@@ -186,7 +208,7 @@ class _Comparison:
     def _progress(self, row: dict[str, Any]) -> None:
         best = np.nanargmin(row["ce"]) if np.isfinite(row["ce"]).any() else 0
         text = f"step {row['step']}  {1e3 * row['step_seconds']:.1f} ms a step"
-        text += f"  lowest cross entropy {row['ce'][best]:.4f} ({label(self.runs[best])})"
+        text += f"  lowest cross entropy {row['ce'][best]:.4f} ({self.labels[best]})"
         if closing.NUMBERS in row:
             numbers = " ".join(f"{number:.4f}" for number in row[closing.NUMBERS])
             text += f"\n  held-out bits per byte: {numbers}"
@@ -195,20 +217,29 @@ class _Comparison:
     def summary(self, row: dict[str, Any]) -> dict[str, Any]:
         """What summary.json holds: the last numbers of every run, and what each group costs."""
         results = [
-            {"run": label(run), "optimizer": dataclasses.asdict(run.optimizer), "seed": run.seed}
+            {
+                "run": self.labels[i],
+                "optimizer": dataclasses.asdict(run.optimizer),
+                "seed": run.seed,
+            }
             | {name: values[i] for name, values in row.items() if isinstance(values, list)}
             for i, run in enumerate(self.runs)
         ]
         costs = []
         for group, state in zip(self.groups, self.states, strict=True):
-            cost: dict[str, Any] = {"optimizer": group.settings.optimizer.name}
+            named = family(group.runs[0], self.plan.settings.optimizer)
+            cost: dict[str, Any] = {"optimizer": named}
             cost |= {"runs": len(group.runs), "state_bytes": lanes.state_bytes(state)}
             if self.plan.settings.train.time_optimizer:
-                one = jax.tree.map(lambda leaf: leaf[0], (state.params, state.opt_state))
-                alone = step_lib.TrainState(state.step, *one)
+                alone = step_lib.TrainState(state.step, *_first((state.params, state.opt_state)))
                 cost["update_ms"] = step_lib.optimizer_milliseconds(group.transform, alone)
             costs.append(cost)
         return {"step": row["step"], "runs": results, "groups": costs}
+
+
+@jax.jit
+def _first(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf[0], tree)
 
 
 def _means(metrics: Sequence[dict[str, jax.Array]]) -> dict[str, list[float]]:
@@ -217,13 +248,19 @@ def _means(metrics: Sequence[dict[str, jax.Array]]) -> dict[str, list[float]]:
     return {name: np.mean([row[name] for row in read], axis=0).tolist() for name in read[0]}
 
 
-def compare(config: ConfigDict, texts: Sequence[str], workdir: Path) -> dict[str, Any]:
+def compare(
+    config: ConfigDict,
+    texts: Sequence[str],
+    workdir: Path,
+    compiler_options: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
     """Runs a comparison; returns what it writes to summary.json.
 
     Args:
         config: the configuration of all runs.
         texts: values of --runs.
         workdir: folder for the results.
+        compiler_options: of XLA.
 
     Raises:
         InputError: one line that names what is wrong.
@@ -237,17 +274,18 @@ def compare(config: ConfigDict, texts: Sequence[str], workdir: Path) -> dict[str
     except OSError as error:
         raise SettingsError(f"--workdir={workdir}: cannot be written: {error}") from error
     print(f"{len(runs)} runs; {plan.data[0].describe()}", flush=True)
-    work = _Comparison(plan, runs, workdir)
+    work = _Comparison(plan, runs, workdir, compiler_options)
     listed = [dataclasses.asdict(run.optimizer) | {"seed": run.seed} for run in work.runs]
     runinfo.write_json(workdir / "runs.json", listed)
     try:
         row = work.train()
     finally:
-        work.iterator.close()
+        work.close()
     summary = work.summary(row)
     runinfo.write_json(workdir / "summary.json", summary)
     curves = [json.loads(line) for line in (workdir / CURVES).read_text().splitlines()]
-    named = [(run.optimizer.name, run.optimizer.learning_rate) for run in work.runs]
+    base = plan.settings.optimizer
+    named = [(family(run, base), run.optimizer.learning_rate) for run in work.runs]
     plots.comparison_plot(curves, named, workdir / "curves.png")
     for result in sorted(summary["runs"], key=lambda run: run["heldout_loss"]):
         print(f"{result[closing.NUMBERS]:.4f} bits per byte  {result['run']}")
