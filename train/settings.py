@@ -81,10 +81,15 @@ class OptimizerSettings:
     muon_momentum: float = 0.95
     sinkhorn_beta: float = 0.95
     update_rms: float = 0.18
+    # Under v41: rows of a table whose norm is at most this times the mean are left alone.
+    sinkhorn_tau: float = 1e-3
     # Times the learning rate: the Engram tables' rate under v41.
     engram_lr_factor: float = 5.0
     # Times the learning rate: that of the image encoder (not of its last norm and the aligner).
     vision_lr_factor: float = 1.0
+    # Under v41: rows of an Engram table that a step may balance, where its cost shall follow the
+    # rows in use (docs/optimizers.md, touched rows); a step with more does all. 0: always all.
+    engram_capacity: int = 0
 
     def __post_init__(self):
         """Checks the values."""
@@ -97,8 +102,10 @@ class OptimizerSettings:
             "weight_decay",
             "clip_norm",
             "update_rms",
+            "sinkhorn_tau",
             "engram_lr_factor",
             "vision_lr_factor",
+            "engram_capacity",
         ):
             value = getattr(self, name)
             _require(0 <= value < math.inf, f"optimizer.{name}", value, "at least 0, finite")

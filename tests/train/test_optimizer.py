@@ -143,6 +143,28 @@ def test_the_rules_of_each_name(params, name, label, batch):
         assert Matrices.of(rules[path].spec, leaves[path].shape, path).batch == batch, path
 
 
+def test_the_table_settings_reach_the_recipe(params):
+    """As they show: no row is above a huge mask; the touched-rows form keeps a number a row."""
+    tables = {"embed": params["embed"], "head": params["head"]}
+    settings = OptimizerSettings(name="v41", warmup_steps=0, clip_norm=0.0)
+
+    def update(**changes):
+        transform = optimizer_lib.build(dataclasses.replace(settings, **changes))
+        return transform.update(tables, transform.init(tables), tables)[0]
+
+    assert all(bool(jnp.any(leaf)) for leaf in jax.tree.leaves(update()))
+    assert not any(bool(jnp.any(leaf)) for leaf in jax.tree.leaves(update(sinkhorn_tau=1e6)))
+
+    def columns(capacity):
+        transform = optimizer_lib.build(dataclasses.replace(settings, engram_capacity=capacity))
+        state = jax.eval_shape(transform.init, params)
+        rows = sum(_model().engram_num_embeddings)
+        return [leaf.dtype for leaf in jax.tree.leaves(state) if leaf.shape == (rows, 1)]
+
+    assert columns(0) == []
+    assert columns(8) == [jnp.float32, jnp.int32]
+
+
 @pytest.mark.parametrize("name", settings_lib.OPTIMIZERS)
 def test_every_optimizer_trains(model_gradient, name):
     """Three steps on one batch."""
