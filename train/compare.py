@@ -121,6 +121,10 @@ def _check(config: ConfigDict, workdir: Path) -> plan_lib.Plan:
             f"{len(stages)}"
         )
     train, evaluation = stages[0].settings.train, stages[0].settings.eval
+    if train.init_from:
+        raise SettingsError(
+            f"train.init_from = {train.init_from!r}: must be empty, a comparison starts from seeds"
+        )
     for key, value in (("train.steps", train.steps), ("eval.every", evaluation.every)):
         if value % train.log_every:
             raise SettingsError(

@@ -163,6 +163,7 @@ def get_config():
             "optimizer.final_learning_rate = 0.1: must be None",
         ),
         (["--runs=seed=0", "--config.train.indexer_warmup_steps=2"], "one stage, not 2"),
+        (["--runs=seed=0", "--config.train.init_from=other"], "train.init_from = 'other'"),
         (["--runs=seed=0", "--config.train.log_every=3"], "train.steps = 8: must be a multiple"),
         (["--runs=seed=0", "--config.train.no_such_key=3"], "config.train.no_such_key"),
         (["--runs=seed=0", "--workdir={folder}/old"], "holds a comparison"),
