@@ -1,0 +1,28 @@
+"""Published weights go straight to where they live on a mesh."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+
+def test_every_device_gets_its_part():
+    environment = {
+        **os.environ,
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "JAX_PLATFORMS": "cpu",
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.v41flash.checkpoints.mesh_load"],
+        cwd=pathlib.Path(__file__).parents[3],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(lines) == 2
+    for line in lines:
+        assert line["error"] == 0 and line["spread"] > 50, line
