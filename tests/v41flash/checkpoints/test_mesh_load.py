@@ -6,7 +6,10 @@ import pathlib
 import subprocess
 import sys
 
+import pytest
 
+
+@pytest.mark.slow
 def test_every_device_gets_its_part():
     environment = {
         **os.environ,
