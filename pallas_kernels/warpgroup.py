@@ -207,16 +207,11 @@ class Warpgroup:
 
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, layout))
         def tally(_, counts, places, mask):
-            address = _shared_address(counts)
-            for some, picked in zip(places.registers.flat, mask.registers.flat, strict=True):
-                for place, bit in zip(_elements(some), _elements(picked), strict=True):
-                    _asm(
-                        ir.Type.parse("!llvm.void"),
-                        "@$1 red.shared.add.u32 [$0], 1;",
-                        "r,b",
-                        arith.addi(address, _shift_left(place, 2)),
-                        bit,
-                    )
+            places, mask = (
+                [value for register in array.registers.flat for value in _elements(register)]
+                for array in (places, mask)
+            )
+            _tally(places, mask, _shared_address(counts))
 
         tally(counts, places, mask)
 
@@ -398,6 +393,18 @@ def _compress(mask, arrays, address, pitch, offset, scratch, turn, team):
                     _store_shared(at, value, picked, offset=n * pitch)
             scf.yield_([])
     return end
+
+
+def _tally(places, picked, address) -> None:
+    """Emits `Warpgroup.tally` for one thread."""
+    for place, bit in zip(places, picked, strict=True):
+        _asm(
+            ir.Type.parse("!llvm.void"),
+            "@$1 red.shared.add.u32 [$0], 1;",
+            "r,b",
+            arith.addi(address, _shift_left(place, 2)),
+            bit,
+        )
 
 
 def _reduce(kind, values, scratch, turn, team):

@@ -69,6 +69,20 @@ def test_reductions(monkeypatch, team, kind, function):
         assert (signed(result) == function(numbers)).all()
 
 
+@pytest.mark.parametrize("team", TEAMS)
+def test_tally(monkeypatch, team):
+    rng = np.random.default_rng(0)
+    block = Block(team, 100)
+    block.install(monkeypatch)
+    block.memory[:] = 7
+    places, picked = rng.integers(0, 90, (5, block.threads)), rng.random((5, block.threads)) < 0.5
+    warpgroup._tally(
+        [bits(x) for x in places], [Value(x, "i1") for x in picked], block.constant(4 * 10)
+    )
+    expected = np.bincount(10 + places[picked], minlength=100)
+    np.testing.assert_array_equal(block.memory, 7 + expected)
+
+
 @pytest.mark.parametrize("want", [1, 2, 40, 399])
 @pytest.mark.parametrize("team", TEAMS)
 def test_upper_bin(monkeypatch, team, want):
