@@ -108,6 +108,17 @@ class Chunk(NamedTuple):
     top_logprobs: jax.Array
     steps: jax.Array
 
+    @classmethod
+    def empty(cls, size: int, batch: int, top: int) -> Chunk:
+        """No tokens yet, room for `size` of each of `batch` sequences."""
+        return cls(
+            tokens=jnp.full((size, batch), -1, jnp.int32),
+            logprobs=jnp.zeros((size, batch), jnp.float32),
+            top_tokens=jnp.zeros((size, batch, top), jnp.int32),
+            top_logprobs=jnp.zeros((size, batch, top), jnp.float32),
+            steps=jnp.zeros((), jnp.int32),
+        )
+
 
 def begin(
     logits: jax.Array,
@@ -166,14 +177,6 @@ def run(
     Returns:
         (state, sequences, the tokens).
     """
-    batch = sequences.last.shape[0]
-    chunk = Chunk(
-        tokens=jnp.full((size, batch), -1, jnp.int32),
-        logprobs=jnp.zeros((size, batch), jnp.float32),
-        top_tokens=jnp.zeros((size, batch, top), jnp.int32),
-        top_logprobs=jnp.zeros((size, batch, top), jnp.float32),
-        steps=jnp.zeros((), jnp.int32),
-    )
 
     def step(carry: tuple[State, Sequences, Chunk]) -> tuple[State, Sequences, Chunk]:
         state, sequences, chunk = carry
@@ -196,6 +199,7 @@ def run(
         _, sequences, chunk = carry
         return (chunk.steps < steps) & jnp.any(sequences.finish == RUNNING)
 
+    chunk = Chunk.empty(size, sequences.last.shape[0], top)
     return jax.lax.while_loop(going_on, step, (state, sequences, chunk))
 
 

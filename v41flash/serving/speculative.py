@@ -81,14 +81,6 @@ def run(
         -1 ends it. `top_tokens` are none.
     """
     batch, slots = sequences.last.shape[0], model.config.dspark_block_size
-    none = jnp.zeros((size, batch, 0))
-    chunk = Chunk(
-        tokens=jnp.full((size, batch), -1, jnp.int32),
-        logprobs=jnp.zeros((size, batch), jnp.float32),
-        top_tokens=none.astype(jnp.int32),
-        top_logprobs=none,
-        steps=jnp.zeros((), jnp.int32),
-    )
     zero = jnp.zeros(batch, jnp.int32)
 
     def step(carry: tuple) -> tuple:
@@ -128,7 +120,7 @@ def run(
         _, sequences, chunk, _, _ = carry
         return (chunk.steps + slots + 1 <= steps) & jnp.any(sequences.finish == RUNNING)
 
-    carry = (state, sequences, chunk, zero, Rounds(zero, zero, zero))
+    carry = (state, sequences, Chunk.empty(size, batch, 0), zero, Rounds(zero, zero, zero))
     state, sequences, chunk, _, rounds = jax.lax.while_loop(going_on, step, carry)
     return state, sequences, chunk, rounds
 
