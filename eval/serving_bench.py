@@ -165,7 +165,7 @@ def selection_and_attention(model: Model, state: State, seed: jax.Array) -> jax.
                 indices, made = select(
                     config,
                     query,
-                    keys.read(0, memory.entries(spec.ratio)),
+                    memory.index_keys(spec.kv_source),
                     visible,
                     make_pool=spec.pool == "make",
                     pool=None,

@@ -104,32 +104,37 @@ class PagedRows:
     page_table: jax.Array
     format: RowFormat
 
-    def gather(self, indices: jax.Array) -> jax.Array:
+    def gather(self, indices: jax.Array, *, packed: bool = False) -> jax.Array:
         """Entries by logical index.
 
         Args:
             indices: int32 [B, T, K]; -1 and any other index without a page is no entry.
+            packed: leave them as they are stored.
 
         Returns:
-            [B, T, K, D] in the format's dtype, zeros where there is no entry.
+            [B, T, K, D] in the format's dtype (or [B, T, K, width] as stored), zeros where there is
+            no entry.
         """
         size = self.pages.shape[1]
         flat = indices.reshape(indices.shape[0], -1)
         page = self._lookup(flat // size)
         # A packed row of zero bytes is a row of zeros in every format.
         rows = self.pages.at[page, flat % size].get(mode="fill", fill_value=0)
-        return self.format.unpack(rows.reshape(*indices.shape, -1))
+        rows = rows.reshape(*indices.shape, -1)
+        return rows if packed else self.format.unpack(rows)
 
-    def read(self, start: int | jax.Array, count: int) -> jax.Array:
+    def read(self, start: int | jax.Array, count: int, *, packed: bool = False) -> jax.Array:
         """Consecutive entries, page by page.
 
         Args:
             start: first logical entry, one for all (a page boundary known in Python is cheapest)
                 or int32 [B].
             count: entries to read.
+            packed: leave them as they are stored.
 
         Returns:
-            [B, count, D] in the format's dtype, zeros where there is no page.
+            [B, count, D] in the format's dtype (or [B, count, width] as stored), zeros where there
+            is no page.
         """
         batch, size = self.page_table.shape[0], self.pages.shape[1]
         aligned = isinstance(start, int) and start % size == 0
@@ -143,7 +148,7 @@ class PagedRows:
         else:
             cut = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=count)
             rows = jax.vmap(cut)(rows, first % size)
-        return self.format.unpack(rows)
+        return rows if packed else self.format.unpack(rows)
 
     def write(self, values: jax.Array, first: jax.Array, lo: jax.Array, hi: jax.Array) -> jax.Array:
         """New `pages` in which the logical entries lo <= j < hi are rows j - first of `values`.

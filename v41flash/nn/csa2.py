@@ -251,18 +251,18 @@ class CSA2(nn.Module):
         """The selection among cached entries, and their rows."""
         cfg, spec = self.config, self.spec
         visible, pool = context.main[spec.ratio], shared.pool
-        entries = memory.entries(spec.ratio)
         if cfg.dense_selection:
+            entries = memory.entries(spec.ratio)
             rows = memory.cache.main_rows(spec.kv_source).read(0, entries)
             return SharedKV(rows, None, None, None, None)
-        keys = memory.cache.index_keys(spec.kv_source)
         if spec.pool == "use":
+            keys = memory.cache.index_keys(spec.kv_source)
             indices = select_in_pool(cfg, query, keys, visible, pool, self.kernels.indexer)
         else:
             indices, pool = select(
                 cfg,
                 query,
-                keys.read(0, entries),
+                memory.index_keys(spec.kv_source),
                 visible,
                 make_pool=spec.pool == "make",
                 pool=None,

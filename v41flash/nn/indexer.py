@@ -15,6 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels import indexer as indexer_op
 from pallas_kernels.chunking import chunk_size, map_queries
+from pallas_kernels.indexer.reference import PACKED_FORMAT
 from pallas_kernels.rms_norm import rms_norm
 from v41flash import layout, quant
 from v41flash.cache import PagedRows
@@ -158,7 +159,8 @@ def select_in_pool(
         # entry: what is held comes first. So every query has a key range of its own, from 0 on.
         count = jnp.sum(held, axis=-1, dtype=jnp.int32).reshape(-1, 1)
         entry = jnp.where(held, entry, -1)
-        own = keys.gather(entry).reshape(-1, candidates, dim)
+        own = keys.gather(entry, packed=keys.format.fmt == PACKED_FORMAT)
+        own = own.reshape(-1, candidates, own.shape[-1])
         q, weights = q.reshape(-1, 1, heads, dim), weights.reshape(-1, 1, heads)
         places, _ = indexer_op.select(
             q,

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.indexer.reference import PACKED_FORMAT
 from v41flash.cache import PAGE_TOKENS, CompressorState, GlobalCache, Groups, WindowCache
 
 
@@ -61,6 +62,13 @@ class Memory(NamedTuple):
         there already."""
         missing = jnp.maximum(self.first + self.new - self.cache.lengths, 0)
         return self._replace(cache=self.cache.append(layer, main, keys, missing, first))
+
+    def index_keys(self, layer: int) -> jax.Array:
+        """All index keys of a KV source as `indexer.select` takes them: [B, G, Di], packed where
+        they are stored in its format."""
+        rows = self.cache.index_keys(layer)
+        entries = self.entries(self.cache.ratio(layer))
+        return rows.read(0, entries, packed=rows.format.fmt == PACKED_FORMAT)
 
     def selected(self, layer: int, indices: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The selected entries of a KV source, as `sparse_attention` takes them.
