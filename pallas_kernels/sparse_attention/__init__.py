@@ -6,10 +6,18 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Implementation, dispatch
-from pallas_kernels.sparse_attention import reference
+from pallas_kernels.fp4 import row_bytes
+from pallas_kernels.sparse_attention import mosaic_gpu, mosaic_gpu_mass, reference
 
-ATTENTION_IMPLEMENTATIONS = {"xla": reference.sparse_attention}
-MASS_IMPLEMENTATIONS = {"xla": reference.selected_mass}
+ATTENTION_IMPLEMENTATIONS = {
+    "mosaic_gpu": mosaic_gpu.sparse_attention,
+    "xla": reference.sparse_attention,
+}
+# The kernel has not been timed: it runs where it is asked for.
+MASS_IMPLEMENTATIONS = {
+    "xla": reference.selected_mass,
+    "mosaic_gpu": mosaic_gpu_mass.selected_mass,
+}
 
 __all__ = ["selected_mass", "sparse_attention"]
 
@@ -43,12 +51,14 @@ def sparse_attention(
     Args:
         q: `[B, T, H, D]` rotated queries, float32 or bfloat16. float32 is computed at the highest
             matmul precision; bfloat16 multiplies in bfloat16. Logits, softmax and sums are float32.
-        window_rows: `[B, S, D]`, finite.
+        window_rows: `[B, S, D]`, finite; or uint8 `[B, S, row_bytes("fp8", D)]`, rows as
+            `pallas_kernels.fp4.pack` makes them.
         window_lo: i32 `[B, T]`, first window row that a query sees, counted on S.
         window_hi: i32 `[B, T]`, one past the last; `window_lo >= window_hi` is an empty window.
             Where windows are not empty, `window_hi` must not decrease along T and may grow by at
             most one a query, which holds for consecutive tokens.
-        main_rows: `[B, G, D]`, finite, or None for a layer that has only its window.
+        main_rows: `[B, G, D]`, finite; or uint8 `[B, G, row_bytes("fp4", D)]`; or None for a layer
+            that has only its window.
         indices: i32 `[B, T, K]` rows of `main_rows`, in any order. Values outside `[0, G)`, -1
             among them, are no key; a row listed twice counts twice. None, with `main_rows` given,
             stands for every row of `main_lo <= j < main_hi`.
@@ -60,14 +70,16 @@ def sparse_attention(
         scale: of the logits; `D ** -0.5` when None.
         chunk: queries at a time (rounded up where that is needed); chosen from a memory budget when
             None. Memory, in the backward pass too, does not grow with `T * G`.
-        implementation: "xla", a sequence of names to be tried in order, or None for the best.
+        implementation: "mosaic_gpu" (Hopper), "xla", a sequence of names to be tried in order, or
+            None for the best.
 
     Returns:
         out: `[B, T, H, D]` in the dtype of `q`; 0 for a query without any key.
         lse: f32 `[B, T, H]`, natural logarithm of `sum_k exp(s_hk)` without the sink; -inf without
             any key. `jnp.logaddexp(lse, sink)` is what `selected_mass` takes.
 
-        Both are differentiable in `q`, `window_rows`, `main_rows` and `sink`.
+        Both are differentiable in `q`, `window_rows`, `main_rows` (where they are not packed) and
+        `sink`. Packed rows give what their `fp4.unpack` gives.
 
     Raises:
         ValueError: arguments that do not fit each other.
@@ -75,7 +87,7 @@ def sparse_attention(
     if q.ndim != 4 or q.dtype not in (jnp.float32, jnp.bfloat16):
         raise ValueError(f"q must be float32 or bfloat16 [B,T,H,D], got {q.dtype}{list(q.shape)}")
     batch, queries, heads, dim = q.shape
-    _check_rows("window_rows", window_rows, batch, dim)
+    _check_rows("window_rows", window_rows, batch, dim, reference.WINDOW_FORMAT)
     _check_shape("window_lo", window_lo, (batch, queries))
     _check_shape("window_hi", window_hi, (batch, queries))
     _check_shape("sink", sink, (heads,))
@@ -118,14 +130,15 @@ def selected_mass(
 
     Args:
         q: `[B, T, H, D]`, as given to `sparse_attention`.
-        main_rows: `[B, G, D]`, likewise.
+        main_rows: `[B, G, D]` or packed, likewise.
         indices: i32 `[B, T, K]`, likewise; None stands for every row of `main_lo <= j < main_hi`.
         lse_with_sink: f32 `[B, T, H]`, logarithm of the whole denominator: `logaddexp(lse, sink)`.
         main_lo: i32 `[B, T]`, needed where `indices` is None.
         main_hi: i32 `[B, T]`, needed where `indices` is None.
         scale: of the logits; `D ** -0.5` when None.
         chunk: queries at a time; chosen from a memory budget when None.
-        implementation: "xla", a sequence of names to be tried in order, or None for the best.
+        implementation: "mosaic_gpu" (Hopper), "xla", a sequence of names to be tried in order, or
+            None for the best.
 
     Returns:
         f32 `[B, T, K]` (`[B, T, G]` where `indices` is None): sum over heads of the probability of
@@ -162,9 +175,12 @@ def _check_shape(name: str, array: jax.Array, shape: tuple[int, ...]) -> None:
         raise ValueError(f"{name} must be {list(shape)}, got {list(array.shape)}")
 
 
-def _check_rows(name: str, rows: jax.Array, batch: int, dim: int) -> None:
-    if rows.ndim != 3 or (rows.shape[0], rows.shape[2]) != (batch, dim):
-        raise ValueError(f"{name} must be [{batch}, rows, {dim}], got {list(rows.shape)}")
+def _check_rows(name: str, rows: jax.Array, batch: int, dim: int, fmt: str) -> None:
+    width = row_bytes(fmt, dim) if rows.dtype == jnp.uint8 else dim
+    if rows.ndim != 3 or (rows.shape[0], rows.shape[2]) != (batch, width):
+        raise ValueError(
+            f"{name} must be [{batch}, rows, {width}] in {rows.dtype}, got {list(rows.shape)}"
+        )
 
 
 def _check_chunk(chunk: int | None) -> None:
@@ -178,7 +194,7 @@ def _check_selection(q, main_rows, indices, main_lo, main_hi) -> None:
         if indices is not None:
             raise ValueError("indices are given, but main_rows is None")
         return
-    _check_rows("main_rows", main_rows, batch, dim)
+    _check_rows("main_rows", main_rows, batch, dim, reference.MAIN_FORMAT)
     if indices is not None:
         if indices.ndim != 3 or indices.shape[:2] != (batch, queries):
             raise ValueError(f"indices must be [{batch}, {queries}, K], got {list(indices.shape)}")

@@ -9,7 +9,11 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import fp4
 from pallas_kernels.chunking import chunk_size, map_queries
+
+# How rows of bytes are packed.
+MAIN_FORMAT, WINDOW_FORMAT = "fp4", "fp8"
 
 # Queries that share one slice of window rows. More of them score more rows than they need, fewer
 # make small products.
@@ -26,8 +30,13 @@ def _in_range(lo: jax.Array, hi: jax.Array, rows: int) -> jax.Array:
     return (j >= lo[..., None]) & (j < hi[..., None])
 
 
+def values(rows: jax.Array, fmt: str, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """Rows as numbers of `dtype`, whether they are packed (uint8) or not."""
+    return fp4.unpack(rows, fmt, dtype) if rows.dtype == jnp.uint8 else rows.astype(dtype)
+
+
 def _gather(rows: jax.Array, indices: jax.Array) -> jax.Array:
-    """Rows [B,N,D] at indices [B,C,K]: [B,C,K,D], zeros (and no gradient) at invalid indices."""
+    """Rows [B,N,W] at indices [B,C,K]: [B,C,K,W], zeros (and no gradient) at invalid indices."""
     # Negative indices would count from the end; this one is out of range.
     indices = jnp.where(indices >= 0, indices, rows.shape[1])
     return jax.vmap(lambda r, i: r.at[i].get(mode="fill", fill_value=0))(rows, indices)
@@ -59,7 +68,7 @@ def _window_part(q, lo, hi, rows, window, block, scale):
 
 def _dense_part(q, lo, hi, rows, scale):
     """Logits [B,C,H,G] on every row of a range, and their sum."""
-    rows = rows.astype(q.dtype)
+    rows = values(rows, MAIN_FORMAT, q.dtype)
     logits = _einsum("bchd,bgd->bchg", q, rows) * scale
     visible = _in_range(lo, hi, rows.shape[1])
     logits = jnp.where(visible[:, :, None, :], logits, -jnp.inf)
@@ -69,7 +78,8 @@ def _dense_part(q, lo, hi, rows, scale):
 def _gathered_part(q, indices, rows, scale):
     """Logits [B,C,H,K] on each query's own rows, and their sum."""
     valid = (indices >= 0) & (indices < rows.shape[1])
-    own = _gather(rows, indices).astype(q.dtype)
+    # A packed row of zero bytes is a row of zeros.
+    own = values(_gather(rows, indices), MAIN_FORMAT, q.dtype)
     logits = _einsum("bchd,bckd->bchk", q, own) * scale
     logits = jnp.where(valid[:, :, None, :], logits, -jnp.inf)
     return logits, lambda weights: _einsum("bchk,bckd->bchd", weights, own)
@@ -145,8 +155,8 @@ def sparse_attention(
         chunk = -(-chunk // block) * block
 
     # The gradient of a row is a sum over many queries: the loop accumulates it in float32.
-    window_rows = window_rows.astype(jnp.float32)
-    if main_rows is not None:
+    window_rows = values(window_rows, WINDOW_FORMAT, jnp.float32)
+    if main_rows is not None and main_rows.dtype != jnp.uint8:
         main_rows = main_rows.astype(jnp.float32)
 
     def body(q, window_lo, window_hi, *selection):

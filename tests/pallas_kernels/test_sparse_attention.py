@@ -9,15 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.sparse_attention import (
-    ATTENTION_IMPLEMENTATIONS,
-    selected_mass,
-    sparse_attention,
-)
+from pallas_kernels import fp4
+from pallas_kernels.sparse_attention import selected_mass, sparse_attention
 from pallas_kernels.sparse_attention.cases import CASES, arguments
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "unit" / "sparse_attention.npz"
-IMPLEMENTATIONS = tuple(ATTENTION_IMPLEMENTATIONS)
 
 
 def keys_of(b, t, window_rows, window_lo, window_hi, main_rows, indices, main_lo, main_hi):
@@ -67,12 +63,11 @@ def run(args, keywords, **more):
     return np.asarray(out, np.float64), np.asarray(lse, np.float64)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", CASES)
-def test_equals_loop(name, implementation):
+def test_equals_loop(name):
     args, keywords = arguments(CASES[name])
     expected_out, expected_lse, _ = loop_attention(args, keywords)
-    out, lse = run(args, keywords, implementation=implementation)
+    out, lse = run(args, keywords)
     np.testing.assert_allclose(out, expected_out, atol=2e-6)
     np.testing.assert_allclose(lse, expected_lse, atol=2e-6)
 
@@ -94,6 +89,22 @@ def test_cases_cover_what_they_claim():
     (*_, main_rows, indices, _), _ = arguments(CASES["untidy"])
     assert (indices < -1).any() and (indices >= main_rows.shape[1]).any()
     assert (np.diff(np.sort(np.where(indices < 0, -1, indices)), axis=-1) == 0).any()
+
+
+@pytest.mark.parametrize("name", ["packed", "every_row"])
+def test_packed_rows_are_what_they_unpack_to(name):
+    args, keywords = arguments(CASES[name])
+    q, window_rows, lo, hi, main_rows, indices, sink = args
+    window_rows, main_rows = fp4.pack(window_rows, "fp8"), fp4.pack(main_rows, "fp4")
+    ranges = {k: v for k, v in keywords.items() if k != "window"}
+    packed = run((q, window_rows, lo, hi, main_rows, indices, sink), keywords, chunk=7)
+    mass = selected_mass(q, main_rows, indices, packed[1].astype(np.float32), **ranges)
+    window_rows, main_rows = fp4.unpack(window_rows, "fp8"), fp4.unpack(main_rows, "fp4")
+    plain = run((q, window_rows, lo, hi, main_rows, indices, sink), keywords, chunk=7)
+    for one, other in zip(packed, plain, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)
+    expected = selected_mass(q, main_rows, indices, plain[1].astype(np.float32), **ranges)
+    np.testing.assert_allclose(mass, expected, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -285,6 +296,7 @@ def test_vmap_over_layers():
         ({"sink": np.zeros(4)}, r"sink must be \[3\], got \[4\]"),
         ({"window_hi": np.zeros((2, 9), np.int32)}, r"window_hi must be \[2, 43\]"),
         ({"window_rows": np.zeros((2, 43, 16))}, r"window_rows must be \[2, rows, 32\]"),
+        ({"main_rows": np.zeros((2, 43, 32), np.uint8)}, r"\[2, rows, 18\] in uint8"),
         ({"q": np.zeros((2, 43, 3, 32), np.int8)}, "q must be float32 or bfloat16"),
         ({"indices": np.zeros((2, 1, 6), np.int32)}, r"indices must be \[2, 43, K\]"),
         ({"window": -1}, "window must be at least 0"),

@@ -112,7 +112,9 @@ def test_an_implementation_must_exist_for_every_function_of_its_op(config, monke
     config.kernels.sparse_attention = "fast, xla"
     assert settings.resolve(config).kernels.sparse_attention == ("fast", "xla")
     config.kernels.sparse_attention = "fast"
-    with pytest.raises(SettingsError, match="sparse_attention = 'fast': must be a name of xla"):
+    with pytest.raises(
+        SettingsError, match="sparse_attention = 'fast': must be a name of mosaic_gpu"
+    ):
         settings.resolve(config)
 
 
