@@ -39,8 +39,9 @@ from pallas_kernels.topk import topk
 DIRECT_ENTRIES = 65536
 # Queries of a batch row up to which each goes through the keys by itself.
 FEW_QUERIES = 2
-# Entries that one warpgroup goes through when there are few queries.
-SHARE_TILES = 64
+# The fastest of those timed on an H200 (docs/results/kernels/indexer.md).
+FEW_CONFIG = GatherConfig(stages=4, tiles=64)
+BLOCKS_CONFIG = GatherConfig(stages=2)
 
 
 def select(
@@ -93,7 +94,9 @@ def select(
         )
         blocks = topk(maxima, min(top_k, maxima.shape[-1]), _blocks(hi), order="index")
         starts = jnp.where(blocks >= 0, blocks * BLOCK, -1)
-        scores = _listed(q, w, keys, starts, lo, hi, size=BLOCK, interpret=interpret)
+        scores = _listed(
+            q, w, keys, starts, lo, hi, size=BLOCK, config=BLOCKS_CONFIG, interpret=interpret
+        )
         indices = _entries(scores, top_k, starts, BLOCK)
         made = None if make_pool is None else _pool(maxima, lo, hi, make_pool[0])
         return indices, made
@@ -294,8 +297,9 @@ def _few_scores(q, w, keys, lo, hi, interpret):
     starts = jnp.arange(-(-entries // TILE_KEYS), dtype=jnp.int32) * TILE_KEYS
     used = (starts < hi[..., None]) & (starts + TILE_KEYS > lo[..., None])
     starts = jnp.where(used, starts, -1)
-    config = GatherConfig(tiles=SHARE_TILES)
-    scores = _listed(q, w, keys, starts, lo, hi, size=TILE_KEYS, config=config, interpret=interpret)
+    scores = _listed(
+        q, w, keys, starts, lo, hi, size=TILE_KEYS, config=FEW_CONFIG, interpret=interpret
+    )
     maxima = jnp.where(scores > -jnp.inf, scores, -jnp.inf)
     maxima = maxima.reshape(*scores.shape[:2], -1, BLOCK).max(axis=-1)
     return scores[..., :entries], maxima
@@ -316,7 +320,18 @@ def _pool(maxima, lo, hi, blocks: int) -> Pool:
 def _select_in_pool(keys, q, w, lo, hi, blocks, *, top_k, size, interpret):
     starts = jnp.where(blocks >= 0, lo[..., None] + blocks * size, -1)
     aligned = jnp.all((lo % 4 == 0) | (lo >= hi)) if size % 4 == 0 else False
-    scores = _listed(q, w, keys, starts, lo, hi, size=size, aligned=aligned, interpret=interpret)
+    scores = _listed(
+        q,
+        w,
+        keys,
+        starts,
+        lo,
+        hi,
+        size=size,
+        aligned=aligned,
+        config=BLOCKS_CONFIG,
+        interpret=interpret,
+    )
     return _entries(scores, top_k, starts, size)
 
 
