@@ -19,6 +19,9 @@ MASS_IMPLEMENTATIONS = {
     "mosaic_gpu": mosaic_gpu_mass.selected_mass,
 }
 
+# What is timed by `pallas_kernels.bench`.
+IMPLEMENTATIONS = ATTENTION_IMPLEMENTATIONS
+
 __all__ = ["selected_mass", "sparse_attention"]
 
 

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.measure import Benchmark, Variant
 from pallas_kernels.packed_rows import ranges
+from pallas_kernels.sparse_attention import backward_cases, reference, sparse_attention
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,15 +55,20 @@ CASES = {
     ),
 }
 
-BENCHMARKS = {
+FORWARD = {
     "small": Case(((512,),) * 4, 512, 512, heads=4, dim=64, window=32, ratio=1, selected=32),
     "small_window": Case(((512,),) * 4, 512, 512, heads=4, dim=64, window=32),
+    "A1": Case(((8192,),), 4096, 8192, 64, 512, window=128, ratio=1, selected=512),
+    "A1_64k": Case(((65536,),), 4096, 65536, 64, 512, window=128, ratio=1, selected=512),
+    "A5": Case(((8192,),), 4096, 8192, 64, 512, window=128),
     "published_4k": Case(((4096,),), 4096, 4096, 64, 512, window=128, ratio=1, selected=512),
     "published_32k": Case(((32768,),), 4096, 32768, 64, 512, window=128, ratio=1, selected=512),
     "published_decode": Case(
         ((32768,),) * 16, 1, 32768, 64, 512, window=128, ratio=1, selected=512
     ),
 }
+
+BENCHMARKS = {**FORWARD, **backward_cases.BENCHMARKS}
 
 
 def arguments(case: Case, dtype: Any = np.float32, seed: int = 0) -> tuple[tuple, dict[str, Any]]:
@@ -109,3 +119,29 @@ def _choose(rng, lo, hi, count: int) -> np.ndarray:
         chosen = rng.choice(visible, size=min(count, visible), replace=False)
         result[at][: len(chosen)] = lo[at] + np.sort(chosen)
     return result
+
+
+def benchmark(name: str) -> Benchmark:
+    """Out and lse of bfloat16 against float32; A6 and its like: see `backward_cases`."""
+    if name in backward_cases.BENCHMARKS:
+        return backward_cases.benchmark(name)
+    case = FORWARD[name]
+    positional, keywords = arguments(case, jnp.bfloat16)
+    positional = jax.tree.map(jnp.asarray, positional)
+
+    def exact(*positional):
+        positional = [
+            x.astype(jnp.float32) if x is not None and x.dtype == jnp.bfloat16 else x
+            for x in positional
+        ]
+        return reference.sparse_attention(*positional, **keywords)
+
+    keys = case.window + (case.selected if case.ratio else 0)
+    variant = Variant(
+        lambda name: functools.partial(sparse_attention, implementation=name, **keywords),
+        positional,
+        flops=4.0 * len(case.documents) * case.queries * case.heads * keys * case.dim,
+        bytes=0.0,
+        tolerance=1e-2,
+    )
+    return Benchmark(reference=exact, variants={"bfloat16": variant})

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import measure
 from pallas_kernels._compat import InterpretGPUParams
+from pallas_kernels.sparse_attention import backward_cases, reference
 from pallas_kernels.sparse_attention import mosaic_gpu_backward as kernel
-from pallas_kernels.sparse_attention import reference
 from pallas_kernels.sparse_attention.cases import Case, arguments
 from pallas_kernels.sparse_attention.mosaic_gpu_lanes import ordered
 
@@ -186,6 +187,28 @@ def test_declines_rows(rows, indices, reason):
     main = jax.ShapeDtypeStruct((1, 300, 512), rows)
     with pytest.raises(NotImplementedError, match=reason):
         kernel.check(q, keys, main, indices)
+
+
+@pytest.mark.parametrize("kind, shared", [("random", 0.2), ("local", 0.9)])
+def test_indices_of_the_benchmark(kind, shared):
+    indices = backward_cases._indices(8192, kind, 20)[0]
+    assert (np.diff(indices) > 0).all() and indices.min() >= 0 and indices.max() < 8192
+    both = [len(np.intersect1d(a, b)) for a, b in zip(indices, indices[1:], strict=False)]
+    assert abs(np.mean(both) / 512 - shared) < 0.2
+
+
+def test_benchmark(monkeypatch):
+    monkeypatch.setattr(backward_cases, "QUERIES", 4)
+    monkeypatch.setattr(backward_cases, "SELECTED", 32)
+    monkeypatch.setitem(backward_cases.BENCHMARKS, "tiny", (2, 128, "local"))
+    bench = backward_cases.benchmark("tiny")
+    variant = bench.variants["backward"]
+    expected = jax.jit(bench.reference)(*variant.arguments)
+    error = measure.error(jax.jit(variant.function("xla"))(*variant.arguments), expected)
+    assert 1e-4 < error < variant.tolerance
+    if not ON_GPU:
+        with pytest.raises(NotImplementedError, match="needs a GPU"):
+            variant.function("mosaic_gpu")(*variant.arguments)
 
 
 @pytest.mark.skipif(not ON_GPU, reason="needs a Hopper GPU")
