@@ -284,3 +284,67 @@ def test_only_a_whole_and_well_formed_block_is_calls(text, answer, calls):
 
 def test_reasoning_that_never_ends_is_reasoning():
     assert prompt_reply.parse_reply("hm </th" + BLOCK, thinking=True) == ("hm </th" + BLOCK, "", ())
+
+
+# -- Anything at all -------------------------------------------------------------------------------
+
+ROLES = st.sampled_from(["system", "user", "assistant", "tool", "developer", "robot"])
+PARTS = st.one_of(
+    st.fixed_dictionaries({"type": st.just("text"), "text": TEXTS}),
+    st.fixed_dictionaries({"type": st.just("image_url"), "image_url": VALUES}),
+    st.fixed_dictionaries({"type": st.just("image"), "image": TEXTS}),
+    VALUES,
+)
+CALL = st.fixed_dictionaries(
+    {"id": st.sampled_from("abc"), "function": st.fixed_dictionaries({"name": NAMES | VALUES})
+     | st.fixed_dictionaries({"name": NAMES, "arguments": VALUES | st.just("{}")})}
+)  # fmt: skip
+MESSAGE = st.fixed_dictionaries(
+    {"role": ROLES | VALUES, "content": st.text(max_size=8) | st.lists(PARTS, max_size=3) | VALUES},
+    optional={
+        "tool_call_id": st.sampled_from("abc"),
+        "reasoning_content": TEXTS | VALUES,
+        "tool_calls": st.lists(CALL | VALUES, max_size=2) | VALUES,
+        "name": VALUES,
+    },
+)
+TOOLS = st.lists(st.fixed_dictionaries({"function": st.dictionaries(NAMES, VALUES)}) | VALUES)
+
+
+def check_anything(encoder, messages, tools, thinking, effort):
+    try:
+        pieces = prompt.render(messages, tools=tools, thinking=thinking, effort=effort)
+    except prompt.PromptError as error:
+        assert str(error) and "\n" not in str(error)
+        return
+    encoded = encoder.encode(pieces, [4] * len(prompt.images(pieces)))
+    tokens = encoded.tokens.tolist()
+    assert tokens[0] == 256 and tokens.count(300) == 4 * len(prompt.images(pieces))
+    turns = sum(piece.kind == "control" and piece.text == prompt.EOS for piece in pieces)
+    assert tokens.count(257) == turns
+    text = encoder.decode(np.delete(encoded.tokens, np.flatnonzero(encoded.tokens == 300)))
+    assert text == "".join(piece.text for piece in pieces if piece.kind != "image")
+
+
+ANYTHING = (
+    st.lists(MESSAGE | VALUES, max_size=5), TOOLS, st.booleans(), st.integers(-2, 120) | VALUES
+)  # fmt: skip
+
+
+@settings(max_examples=100, deadline=None)
+@given(*ANYTHING)
+def test_anything_is_a_prompt_or_an_error(with_controls, messages, tools, thinking, effort):
+    encoder = prompt.PromptEncoder(with_controls, 300)
+    check_anything(encoder, messages, tools, thinking, effort)
+
+
+@pytest.mark.slow
+def test_many_conversations(with_controls):
+    encoder = prompt.PromptEncoder(with_controls, 300)
+
+    @settings(max_examples=2500, deadline=None, database=None)
+    @given(*ANYTHING)
+    def check(messages, tools, thinking, effort):
+        check_anything(encoder, messages, tools, thinking, effort)
+
+    check()
