@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import fp4
 from pallas_kernels.measure import Benchmark, Variant
 from pallas_kernels.packed_rows import ranges
 from pallas_kernels.sparse_attention import backward_cases, reference, sparse_attention
@@ -29,6 +30,7 @@ class Case:
         ratio: tokens per main row; 0 for a layer without main rows.
         selected: K; 0 for all visible main rows (no indices).
         untidy: indices out of order, repeated, and outside of the rows among them.
+        packed: a benchmark of main rows in FP4.
     """
 
     documents: tuple[tuple[int, ...], ...]
@@ -40,6 +42,7 @@ class Case:
     ratio: int = 0
     selected: int = 0
     untidy: bool = False
+    packed: bool = False
 
 
 # Small shapes: odd lengths, documents that end inside a group, padding between them and at the end.
@@ -60,6 +63,8 @@ FORWARD = {
     "small_window": Case(((512,),) * 4, 512, 512, heads=4, dim=64, window=32),
     "A1": Case(((8192,),), 4096, 8192, 64, 512, window=128, ratio=1, selected=512),
     "A1_64k": Case(((65536,),), 4096, 65536, 64, 512, window=128, ratio=1, selected=512),
+    "A1q": Case(((8192,),), 4096, 8192, 64, 512, 128, 1, selected=512, packed=True),
+    "A1q_64k": Case(((65536,),), 4096, 65536, 64, 512, 128, 1, selected=512, packed=True),
     "A5": Case(((8192,),), 4096, 8192, 64, 512, window=128),
     "published_4k": Case(((4096,),), 4096, 4096, 64, 512, window=128, ratio=1, selected=512),
     "published_32k": Case(((32768,),), 4096, 32768, 64, 512, window=128, ratio=1, selected=512),
@@ -128,6 +133,8 @@ def benchmark(name: str) -> Benchmark:
     case = FORWARD[name]
     positional, keywords = arguments(case, jnp.bfloat16)
     positional = jax.tree.map(jnp.asarray, positional)
+    if case.packed:
+        positional = (*positional[:4], fp4.pack(positional[4], "fp4"), *positional[5:])
 
     def exact(*positional):
         positional = [

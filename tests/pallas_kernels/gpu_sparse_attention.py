@@ -1,0 +1,93 @@
+"""Checks the attention kernels on a GPU: `python -m tests.pallas_kernels.gpu_sparse_attention`.
+
+One line a case: the relative error of out against the float32 reference beside that of the bfloat16
+reference, the largest error of lse, the relative error of the selected mass, and whether a second
+call gives the same bits. Exit status 1 where something is off.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import fp4
+from pallas_kernels.sparse_attention import mosaic_gpu, reference, selected_mass
+from pallas_kernels.sparse_attention.cases import Case, arguments
+
+_FULL = {"heads": 64, "dim": 512, "window": 128}
+# Odd lengths, padding between documents, empty rows, fewer rows than slots, every kind of index.
+CASES = {
+    "64 heads": Case(((60, 3, 9), (43,)), 82, 82, **_FULL, ratio=2, selected=130),
+    "untidy": Case(((60, 3, 9), (43,)), 82, 82, **_FULL, ratio=1, selected=70, untidy=True),
+    "16 heads": Case(((60, 3, 9),), 82, 82, 16, 512, 17, 2, selected=64, untidy=True),
+    "128 heads": Case(((70, 3),), 77, 77, 128, 512, 128, 2, selected=64, untidy=True),
+    "window alone": Case(((60, 3, 9),), 82, 82, **_FULL),
+    "later chunk": Case(((145,), (90, 41)), 17, 145, **_FULL, ratio=2, selected=6),
+    "one row": Case(((1,),), 1, 1, **_FULL, ratio=1, selected=3),
+    "many rows": Case(((40000,),), 65, 40000, **_FULL, ratio=1, selected=512),
+    "decode": Case(((700,), (300,)), 1, 700, **_FULL, ratio=1, selected=512),
+    "dim 256": Case(((60, 3, 9),), 82, 82, 8, 256, 128, 2, selected=130),
+}
+
+
+def _error(x, y) -> float:
+    x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+    return float(np.linalg.norm(x - y) / max(np.linalg.norm(y), 1e-30))
+
+
+def check(name: str, packed: bool, shares: int = 1) -> bool:
+    """Runs one case and prints its line; False where it is off."""
+    args, keywords = arguments(CASES[name], dtype=jnp.bfloat16)
+    args = [None if x is None else jnp.asarray(x) for x in args]
+    args[6] = args[6].at[1].set(jnp.inf).at[2].set(-jnp.inf)
+    if packed and args[4] is not None:
+        args[4] = fp4.pack(args[4], "fp4")
+    window = keywords["window"]
+    scale = args[0].shape[-1] ** -0.5
+    kernel = functools.partial(mosaic_gpu.forward, window=window, scale=scale, shares=shares)
+    kernel = jax.jit(kernel)
+    plain = jax.jit(functools.partial(reference.sparse_attention, window=window))
+    exact = [
+        x.astype(jnp.float32) if x is not None and x.dtype == jnp.bfloat16 else x for x in args
+    ]
+    out, lse = kernel(*args)
+    again, _ = kernel(*args)
+    expected, expected_lse = plain(*exact)
+    error, usual = _error(out, expected), _error(plain(*args)[0], expected)
+    finite = np.isfinite(expected_lse)
+    lse_error = float(np.abs(np.asarray(lse)[finite] - np.asarray(expected_lse)[finite]).max())
+    mass_error = 0.0
+    if args[4] is not None:
+        total = jnp.logaddexp(expected_lse, args[6])
+        mass = selected_mass(args[0], args[4], args[5], total, implementation="mosaic_gpu")
+        mass_error = _error(mass, reference.selected_mass(exact[0], exact[4], args[5], total))
+    same = bool((out == again).all())
+    passed = (
+        error <= min(1e-2, 1.5 * usual)
+        and lse_error < 1e-4
+        and mass_error < 1e-2
+        and same
+        and bool((np.isfinite(lse) == finite).all())
+    )
+    print(
+        f"{name:13} packed {packed:d} shares {shares} out {error:.1e} (bfloat16 {usual:.1e}) "
+        f"lse {lse_error:.1e} mass {mass_error:.1e} same {same} {'' if passed else 'WRONG'}",
+        flush=True,
+    )
+    return passed
+
+
+def main() -> int:
+    """Returns the exit status."""
+    todo = [(name, packed, 1) for name in CASES for packed in (False, True)]
+    todo = [(name, packed, n) for name, packed, n in todo if CASES[name].ratio or not packed]
+    todo += [("decode", True, 5), ("decode", True, 10), ("decode", False, 2)]
+    return int(not all([check(*case) for case in todo]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
