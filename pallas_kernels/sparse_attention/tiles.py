@@ -75,7 +75,7 @@ def tiles_of(
     def grouped(x, fill):
         missing = -queries % members
         x = jnp.pad(x, [(0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2)], constant_values=fill)
-        return x.reshape(batch, -1, members, *x.shape[2:])
+        return x.reshape(batch, x.shape[1] // members, members, *x.shape[2:])
 
     valid = (indices >= 0) & (indices < main_size)
     indices = grouped(jnp.where(valid, indices, main_size), main_size)
@@ -133,4 +133,4 @@ def _union(indices, size):
     group = jnp.arange(batch * groups)[:, None]
     # Places are distinct, so that the order of the writes does not matter.
     packed = jnp.zeros_like(words).at[group, place].set(words, mode="drop")
-    return packed.reshape(batch, groups, -1)
+    return packed.reshape(batch, groups, members * slots)

@@ -166,6 +166,15 @@ def test_chunks_bound_memory(monkeypatch):
     assert "bf16[1,2,192,512]" in program and "length=3" in program
 
 
+@pytest.mark.parametrize("heads", [16, 64])
+def test_window_alone(heads):
+    shapes = list(_shapes(heads))
+    shapes[4] = shapes[5] = None
+    dq, d_window, d_main, d_sink = jax.eval_shape(_call, *shapes)
+    assert d_main is None
+    assert (dq.shape, d_window.shape, d_sink.shape) == (shapes[0].shape, (1, 300, 512), (heads,))
+
+
 @pytest.mark.parametrize(
     "change, reason",
     [

@@ -47,6 +47,15 @@ def test_what_neighbours_share_is_listed_once():
     assert (np.asarray(tiles.words[0, :100]) & 15 == 15).all()
 
 
+@pytest.mark.parametrize("members", [1, 4])
+def test_window_alone(members):
+    hi = np.arange(1, 6, dtype=np.int32)[None]
+    nothing = np.zeros((1, 5, 0), np.int32)
+    tiles = _tiles(hi - 1, hi, nothing, members=members, window=1, window_size=5, main_size=0)
+    rows = np.asarray(rows_of(tiles.words))
+    assert sorted(rows[rows >= 0].tolist()) == [0, 1, 2, 3, 4]
+
+
 def test_too_many_rows():
     bound = jax.ShapeDtypeStruct((1, 4), np.int32)
     indices = jax.ShapeDtypeStruct((1, 4, 8), np.int32)
