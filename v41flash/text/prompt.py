@@ -10,7 +10,6 @@ stays text. Reading what a model answers is `v41flash.text.prompt_reply`.
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
@@ -30,6 +29,7 @@ from v41flash.text.prompt_messages import (
     check_order,
     check_unicode,
     checked_name,
+    json_text,
     read_turns,
     text_piece,
 )
@@ -258,18 +258,6 @@ def _control(text: str) -> Piece:
 # -- Tools ---------------------------------------------------------------------------------------
 
 
-def json_text(value: Any) -> str:
-    """A JSON value as the encoding writes it: `, ` and `: ` between, no escapes but needed ones.
-
-    Raises:
-        PromptError: a value that JSON cannot hold.
-    """
-    try:
-        return json.dumps(value, ensure_ascii=False, allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise PromptError(f"{type(value).__name__} is not JSON: {error}") from error
-
-
 def _tools_pieces(tools: Sequence[Mapping[str, Any]], template: str) -> tuple[Piece, ...]:
     schemas = []
     for number, tool in enumerate(tools):
@@ -279,7 +267,7 @@ def _tools_pieces(tools: Sequence[Mapping[str, Any]], template: str) -> tuple[Pi
                 f'tools[{number}]: must be {{"type": "function", "function": {{..}}}}'
             )
         checked_name(function.get("name"), f"tools[{number}].function.name")
-        schemas.append(json_text(dict(function)))
+        schemas.append(json_text(dict(function), f"tools[{number}].function"))
     before, marker, after = template.partition("{tools}")
     if not marker:
         raise PromptError("tools_template: must hold {tools}")
@@ -310,7 +298,8 @@ def _calls_pieces(calls: Sequence[ToolCall]) -> list[Piece]:
             pieces += [text_piece("\n")] if number else []
             pieces += _trusted(f"<{DSML} parameter name=")
             pieces.append(text_piece(f'"{name}" string="{str(is_text).lower()}">'))
-            pieces.append(text_piece(value if is_text else json_text(value)))
+            text = value if is_text else json_text(value, name)
+            pieces.append(text_piece(text))
             pieces += _trusted(f"</{DSML} parameter>")
         pieces += _trusted(f"\n</{DSML} invoke>\n")
     return [*pieces, *_trusted(f"</{DSML} calls>")]

@@ -25,11 +25,17 @@ _KEYS = {
     "assistant": {"role", "content", "reasoning_content", "tool_calls"},
     "tool": {"role", "content", "tool_call_id", "name"},
 }
+# In an argument they would end it, or the whole block, for whoever reads the call.
+_NOT_IN_ARGUMENTS = (f"</{DSML} parameter>", f"</{DSML} calls>")
 _NOT_IN_NAMES = re.compile(r'["<>\r\n]')
 
 
 class PromptError(InputError):
     """A conversation that cannot be encoded; the text names the message by its index."""
+
+    def __init__(self, text: str):
+        """`text` may quote the conversation: what has no UTF-8 form in it is escaped."""
+        super().__init__(text.encode(errors="backslashreplace").decode().replace("\n", "\\n"))
 
 
 class Piece(NamedTuple):
@@ -84,17 +90,16 @@ def read_turns(messages: Sequence[Mapping[str, Any]]) -> list[Turn]:
     if not messages:
         raise PromptError("messages: must hold at least one message")
     turns: list[Turn] = []
-    open_calls: dict[str, int] = {}  # place of each call of the last assistant message, by id
-    results: list[tuple[int, tuple[Piece, ...]]] = []
-    parts: list[tuple[Piece, ...] | None] = []  # of the user turn under way; None: the next result
+    open_calls: dict[str, int] = {}  # places of the last assistant's calls without result, by id
+    results: dict[int, tuple[Piece, ...]] = {}  # of the user turn under way, by the call's place
+    parts: list[tuple[Piece, ...]] = []  # what the user says behind them
 
     def close(index: int) -> None:
-        ordered = iter([pieces for _, pieces in sorted(results, key=lambda result: result[0])])
         joined: list[Piece] = []
-        for part in parts:
+        for part in [*(results[place] for place in sorted(results)), *parts]:
             joined += [text_piece(BETWEEN)] if joined else []
-            joined += next(ordered) if part is None else part
-        if parts:
+            joined += part
+        if results or parts:
             turns.append(Turn("user", index, tuple(joined)))
         parts.clear()
         results.clear()
@@ -102,14 +107,15 @@ def read_turns(messages: Sequence[Mapping[str, Any]]) -> list[Turn]:
     first_of_turn = 0
     for index, message in enumerate(messages):
         role = _role(message, index)
-        if role in ("user", "tool") and not parts:
+        if role in ("user", "tool") and not (results or parts):
             first_of_turn = index
         if role == "tool":
             place = _result_place(message, index, open_calls)
             text = _content(message, index, allow_images=False)
-            results.append((place, (text_piece(RESULT), *text, text_piece(END_RESULT))))
-            parts.append(None)
-        elif role == "user":
+            results[place] = (text_piece(RESULT), *text, text_piece(END_RESULT))
+            continue
+        _check_answered(open_calls, index)
+        if role == "user":
             parts.append(_content(message, index, allow_images=True))
         else:
             close(first_of_turn)
@@ -123,6 +129,8 @@ def read_turns(messages: Sequence[Mapping[str, Any]]) -> list[Turn]:
             if not isinstance(reasoning, str):
                 raise PromptError(f"messages[{index}].reasoning_content: must be a text")
             turns.append(Turn("assistant", index, content, reasoning, calls))
+    if results:
+        _check_answered(open_calls, len(messages))
     close(first_of_turn)
     return turns
 
@@ -180,16 +188,26 @@ def _part(part: Any, where: str) -> Piece:
     )
 
 
-def _result_place(message: Mapping[str, Any], index: int, open_calls: Mapping[str, int]) -> int:
+def _result_place(message: Mapping[str, Any], index: int, open_calls: dict[str, int]) -> int:
+    """Takes the call that a result belongs to out of the open ones."""
     if not open_calls:
-        raise PromptError(f"messages[{index}]: a tool's result without a call before it")
+        raise PromptError(f"messages[{index}]: a tool's result without a call that waits for one")
     name = message.get("tool_call_id")
-    if name not in open_calls:
+    if not isinstance(name, str) or name not in open_calls:
         raise PromptError(
-            f"messages[{index}].tool_call_id={name!r}: must be one of the calls before it, "
+            f"messages[{index}].tool_call_id={name!r}: must be one of the calls before it that "
+            f"have no result, {', '.join(map(repr, open_calls))}"
+        )
+    return open_calls.pop(name)
+
+
+def _check_answered(open_calls: Mapping[str, int], index: int) -> None:
+    """Refuses to go on at message number `index` while calls wait for their results."""
+    if open_calls:
+        raise PromptError(
+            f"messages[{index}]: must be the result of a call before it, "
             f"{', '.join(map(repr, open_calls))}"
         )
-    return open_calls[name]
 
 
 def _calls(message: Mapping[str, Any], index: int) -> tuple[tuple[ToolCall, ...], list[str]]:
@@ -213,13 +231,28 @@ def _calls(message: Mapping[str, Any], index: int) -> tuple[tuple[ToolCall, ...]
             raise PromptError(f"{where}.function.arguments: must be a JSON object")
         for key, value in arguments.items():
             checked_name(key, f"{where}.function.arguments, name of an argument")
-            if isinstance(value, str) and f"</{DSML} parameter>" in value:
-                raise PromptError(f"{where}.function.arguments.{key}: holds </{DSML} parameter>")
+            place = f"{where}.function.arguments.{key}"
+            text = value if isinstance(value, str) else json_text(value, place)
+            for ending in _NOT_IN_ARGUMENTS:
+                if ending in text:
+                    raise PromptError(f"{place}: holds {ending}")
         calls.append(ToolCall(name, dict(arguments)))
         ids.append(str(call.get("id") or f"{number}"))
     if len(set(ids)) < len(ids):
         raise PromptError(f"messages[{index}].tool_calls: two calls have the same id")
     return tuple(calls), ids
+
+
+def json_text(value: Any, where: str) -> str:
+    """A JSON value as the encoding writes it: `, ` and `: ` between, no escapes but needed ones.
+
+    Raises:
+        PromptError: a value that JSON cannot hold.
+    """
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise PromptError(f"{where}: {type(value).__name__} is not JSON: {error}") from error
 
 
 def checked_name(name: Any, where: str) -> str:

@@ -139,6 +139,8 @@ def called(**function):
 
 SYSTEM, ANSWER = {"role": "system", "content": ""}, {"role": "assistant", "content": ""}
 RESULT = {"role": "tool", "content": "", "tool_call_id": "b"}
+DONE = RESULT | {"tool_call_id": "a"}
+TWICE = CALLING | {"tool_calls": [CALLING["tool_calls"][0] | {"id": name} for name in "ab"]}
 TEXT, PICTURE = {"type": "text", "text": ""}, {"type": "image", "image": "a"}
 REFUSED = [
     ("messages: ", "hi", {}),
@@ -158,11 +160,25 @@ REFUSED = [
     ("messages[1]: an assistant", [SYSTEM, ANSWER], {}),
     ("messages[2]: an assistant", [USER, ANSWER, ANSWER], {}),
     ("messages[0]: a conversation must", [SYSTEM], {}),
+    ("messages[0].a\\nb: a user message", [user(**{"a\nb": 1})], {}),
+    ("messages[0].\\ud800: a user message", [user(**{"\ud800": 1})], {}),
     ("messages[1]: a tool's result without", [USER, RESULT], {}),
+    ("messages[3]: a tool's result without", [USER, CALLING, DONE, DONE], {}),
+    ("messages[3].tool_call_id='a': must be", [USER, TWICE, DONE, DONE], {}),
+    ("messages[2].tool_call_id=['a']", [USER, CALLING, DONE | {"tool_call_id": ["a"]}], {}),
+    ("messages[2]: must be the result of a call before it, 'a'", [USER, CALLING, USER], {}),
+    ("messages[2]: must be the result of", [USER, CALLING, SYSTEM, DONE], {}),
+    ("messages[2]: must be the result of", [USER, CALLING, ANSWER], {}),
+    ("messages[3]: must be the result of a call before it, 'b'", [USER, TWICE, DONE, USER], {}),
+    ("messages[3]: must be the result of a call before it, 'b'", [USER, TWICE, DONE], {}),
     ("messages[2].tool_call_id='b'", [USER, CALLING, RESULT], {}),
     ("messages[1].reasoning_content", [USER, ANSWER | {"reasoning_content": 3}], {}),
     ("messages[0]: not Unicode", [{"role": "user", "content": "\ud800"}], {}),
-    ("float is not JSON", [USER, called(name="f", arguments={"x": float("nan")})], {}),
+    (
+        "tools[0].function: dict is not JSON",
+        [USER],
+        {"tools": [{"function": {"name": "f", "x": {1}}}]},
+    ),
     ("messages[1].tool_calls: must", [USER, ANSWER | {"tool_calls": "f"}], {}),
     ("messages[1].tool_calls[0]: ", [USER, ANSWER | {"tool_calls": [3]}], {}),
     ("messages[1].tool_calls: two", [USER, ANSWER | {"tool_calls": CALLING["tool_calls"] * 2}], {}),
@@ -183,6 +199,7 @@ def test_refused(beginning, messages, options):
     with pytest.raises(prompt.PromptError) as caught:
         prompt.render(messages, **options)
     assert str(caught.value).startswith(beginning) and "\n" not in str(caught.value)
+    assert str(caught.value).encode()
 
 
 @pytest.mark.parametrize(
@@ -192,13 +209,20 @@ def test_refused(beginning, messages, options):
         ("[" * 9**5, ": not JSON"),
         ("3", ": must be a JSON object"),
         ({"<": 1}, ", name"),
+        ({"x": float("nan")}, ".x: float is not JSON"),
         ({"x": "</｜DSML｜ parameter>"}, ".x: holds"),
+        ({"x": ["</｜DSML｜ parameter>"]}, ".x: holds"),
+        ({"x": {"a</｜DSML｜ parameter>": 1}}, ".x: holds"),
+        ({"x": "</｜DSML｜ calls>"}, ".x: holds"),
+        ({"x": [["</｜DSML｜ calls>"]]}, ".x: holds"),
+        ('{"\\ud800": "</｜DSML｜ parameter>"}', ".\\ud800: holds"),
     ],
 )
 def test_refused_arguments(arguments, rest):
     with pytest.raises(prompt.PromptError) as caught:
         prompt.render([USER, called(name="f", arguments=arguments)])
     assert str(caught.value).startswith("messages[1].tool_calls[0].function.arguments" + rest)
+    assert str(caught.value).encode()
 
 
 def test_images_need_their_spans(with_controls):
@@ -228,6 +252,8 @@ CALLS = st.lists(st.tuples(NAMES, st.dictionaries(NAMES, VALUES, max_size=3)), m
 @settings(max_examples=100, deadline=None)
 @given(TEXTS, TEXTS, CALLS, st.booleans(), st.data())
 def test_what_was_rendered_is_read_back_however_it_comes(reasoning, answer, calls, thinking, data):
+    if "</｜DSML｜ calls>" in json.dumps(calls, ensure_ascii=False):
+        return  # refused: `test_refused_arguments`
     tool_calls = [{"function": {"name": name, "arguments": given}} for name, given in calls]
     message = {"role": "assistant", "content": answer, "tool_calls": tool_calls}
     if thinking:
@@ -236,10 +262,7 @@ def test_what_was_rendered_is_read_back_however_it_comes(reasoning, answer, call
     closed = prompt.to_text(prompt.render([USER, message], thinking=thinking))
     output = closed.removeprefix(opened).removesuffix(prompt.EOS)
     # A text that spells what ends it cannot be told from its end; ids can.
-    inside = output.split("<｜DSML｜ calls>\n", 1)[-1]
     if "</think>" in reasoning or "<｜DSML｜ calls>" in answer:
-        return
-    if calls and inside.count("</｜DSML｜ calls>") != 1:
         return
     reply = prompt_reply.parse_reply(output, thinking=thinking)
     assert reply.reasoning == (reasoning if thinking else "")
@@ -315,7 +338,7 @@ def check_anything(encoder, messages, tools, thinking, effort):
     try:
         pieces = prompt.render(messages, tools=tools, thinking=thinking, effort=effort)
     except prompt.PromptError as error:
-        assert str(error) and "\n" not in str(error)
+        assert str(error).encode() and "\n" not in str(error)
         return
     encoded = encoder.encode(pieces, [4] * len(prompt.images(pieces)))
     tokens = encoded.tokens.tolist()
