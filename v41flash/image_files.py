@@ -10,6 +10,8 @@ from __future__ import annotations
 import base64
 import binascii
 import io
+import os
+import stat
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -25,8 +27,9 @@ if TYPE_CHECKING:
 # What is never decoded, and files that are never read.
 MAX_PIXELS = 1 << 26
 MAX_BYTES = 1 << 26
-# Decoders that are small, well tested, and start no other program.
-_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "PPM")
+# Decoded by compiled code that starts no other program. Pillow reads much of BMP and PPM a byte at
+# a time in Python, so that a small file would keep it busy for long.
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 _MISSING = "images need the package pillow: pip install 'v41flash[images]'"
 # Fills what an image's proportions leave free of its patches.
 _GREY = (127, 127, 127)
@@ -78,20 +81,34 @@ def decode_data_url(url: str, name: str = "image") -> bytes:
 
 
 def read_file(path: str | Path) -> bytes:
-    """Contents of a file.
+    """Contents of a file; never waits for one, and never reads more than `MAX_BYTES` and a byte.
 
     Raises:
-        ImageError: it cannot be read, or has more than `MAX_BYTES`.
+        ImageError: it cannot be read, is no regular file, or has more than `MAX_BYTES`.
     """
-    path = Path(path)
     try:
-        size = path.stat().st_size
-        data = path.read_bytes() if size <= MAX_BYTES else b""
+        with open(path, "rb", opener=_open_now) as file:
+            status = os.fstat(file.fileno())
+            # Devices and /proc give their size as 0, and a pipe has none.
+            regular = stat.S_ISREG(status.st_mode)
+            small = status.st_size <= MAX_BYTES
+            data = file.read(MAX_BYTES + 1) if regular and small else b""
     except (OSError, ValueError) as error:  # a path with a null byte is a ValueError
         raise ImageError(f"{path}: cannot be read: {error}") from error
-    if size > MAX_BYTES:
-        raise ImageError(f"{path}: {size:,} bytes: must be at most {MAX_BYTES:,}")
+    if not regular:
+        raise ImageError(f"{path}: cannot be read: must be a regular file")
+    _check_size(max(status.st_size, len(data)), str(path))
     return data
+
+
+def _open_now(path: str, flags: int) -> int:
+    # To open a pipe would otherwise wait for whoever writes into it.
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+def _check_size(size: int, name: str) -> None:
+    if size > MAX_BYTES:
+        raise ImageError(f"{name}: {size:,} bytes: must be at most {MAX_BYTES:,}")
 
 
 def from_bytes(data: bytes, name: str = "image", max_pixels: int = MAX_PIXELS) -> Image:
@@ -107,20 +124,22 @@ def from_bytes(data: bytes, name: str = "image", max_pixels: int = MAX_PIXELS) -
 
     Raises:
         ImageError: see the text.
+        InputError: Pillow is not installed, which is no fault of the file.
     """
     try:
         import PIL.Image
     except ImportError as error:
-        raise ImageError(_MISSING) from error
+        raise InputError(_MISSING) from error
     if not data:
         raise ImageError(f"{name}: empty")
+    _check_size(len(data), name)
     try:
-        image = PIL.Image.open(io.BytesIO(data), formats=_FORMATS)
+        image = PIL.Image.open(io.BytesIO(data), formats=FORMATS)
         width, height = image.size
         # Cameras append thumbnails to a JPEG and call it MPO; its first frame is the picture.
         frames = 1 if image.format == "MPO" else getattr(image, "n_frames", 1)
     except PIL.UnidentifiedImageError as error:
-        raise ImageError(f"{name}: not an image of {', '.join(_FORMATS)}") from error
+        raise ImageError(f"{name}: not an image of {', '.join(FORMATS)}") from error
     except Exception as error:  # decoders raise whatever a broken file makes them stumble over
         raise ImageError(f"{name}: not a readable image: {_line(error)}") from error
     if width * height > max_pixels:

@@ -2,6 +2,7 @@
 
 import base64
 import io
+import os
 import random
 import resource
 import struct
@@ -17,9 +18,8 @@ from PIL import Image, ImageOps
 
 from tests.v41flash.nn.samples import VISION
 from v41flash import image_files
-from v41flash.image_files import ImageError
-
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "PPM")
+from v41flash.errors import InputError
+from v41flash.image_files import FORMATS, ImageError
 
 
 def noise(width=30, height=20, seed=0):
@@ -76,6 +76,10 @@ FRAMES = {"save_all": True, "append_images": [noise(seed=1)]}
         (b"", "empty"),
         (b"no image", "not an image of PNG, JPEG"),
         (encoded(noise(), "TIFF"), "not an image of"),
+        # Decoded a byte at a time in Python, so that a small file takes long.
+        (encoded(noise(), "BMP"), "not an image of"),
+        (encoded(noise(), "PPM"), "not an image of"),
+        (b"P3 1 1 255 1 2 3", "not an image of"),
         (STILL[:-60], "damaged or cut short"),
         (encoded(noise(), "JPEG")[:300], "not a readable image|damaged or cut short"),
         (encoded(noise(), "GIF", **FRAMES), "2 frames: must be a still image"),
@@ -120,14 +124,35 @@ def test_files_that_cannot_be_read(tmp_path, monkeypatch):
     monkeypatch.setattr(image_files, "MAX_BYTES", 1000)
     with pytest.raises(ImageError, match="large.png: 1,888 bytes: must be at most 1,000"):
         image_files.from_file(path)
+    with pytest.raises(ImageError, match="^page 7: 1,888 bytes: must be at most 1,000"):
+        image_files.from_bytes(STILL, "page 7")
     with pytest.raises(ImageError, match="larger than 1,000 bytes"):
         image_files.from_data_url("data:image/png;base64," + "A" * 4000)
 
 
+def test_what_is_no_regular_file_is_not_read(tmp_path):
+    pipe = tmp_path / "pipe.png"
+    os.mkfifo(pipe)
+    for path in (pipe, "/dev/zero"):
+        with pytest.raises(ImageError, match=f"^{path}: cannot be read: must be a regular file"):
+            image_files.from_file(path)
+
+
+def test_a_file_that_says_it_is_smaller_than_it_is(tmp_path, monkeypatch):
+    path = tmp_path / "grows.png"
+    path.write_bytes(STILL)
+    monkeypatch.setattr(image_files, "MAX_BYTES", 1000)
+    status = os.stat_result((0o100644, *[0] * 9))
+    monkeypatch.setattr(image_files.os, "fstat", lambda _: status)
+    with pytest.raises(ImageError, match="grows.png: 1,001 bytes: must be at most 1,000"):
+        image_files.read_file(path)
+
+
 def test_without_pillow_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "PIL.Image", None)
-    with pytest.raises(ImageError, match=r"pip install 'v41flash\[images\]'"):
+    with pytest.raises(InputError, match=r"pip install 'v41flash\[images\]'") as caught:
         image_files.from_bytes(STILL)
+    assert not isinstance(caught.value, ImageError)  # which would count against the image
 
 
 def test_patches_are_the_padded_image_token_by_token():
