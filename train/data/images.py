@@ -47,7 +47,8 @@ class ImageFields:
 
     Attributes:
         field: JSON field or Parquet column: one image or a list of them, each a path (relative to
-            the file's folder), a data URL, bytes, or an object with "bytes" or "path".
+            the file's folder, and inside it), a data URL, bytes, or an object with "bytes" or
+            "path".
         marker: what stands in the text in place of an image.
         vision: the model's limits.
         token_id: the model's image token.
@@ -93,7 +94,13 @@ def _contents(value: Any, name: str, folder: Path) -> tuple[str, bytes]:
         raise ImageError(f"{name}: must be a path, a data URL or bytes")
     if value.startswith("data:"):
         return name, image_files.decode_data_url(value, name)
-    path = folder / value
+    try:
+        # Links are followed first: what they point to must lie in the folder as well.
+        path, folder = (folder / value).resolve(), folder.resolve()
+    except (OSError, RuntimeError, ValueError) as error:  # a link to itself, a null byte
+        raise ImageError(f"{name}: path {value!r}: cannot be read: {error}") from error
+    if not path.is_relative_to(folder):
+        raise ImageError(f"{name}: path {value!r}: must lie inside {folder}")
     return str(path), image_files.read_file(path)
 
 

@@ -23,7 +23,7 @@ from eval.tasks import digit_pages
 from train.data import builtin
 from train.data.images import ImageFields, Interleaved, PlannedImage, listed
 from v41flash.errors import InputError
-from v41flash.image_files import ImageError
+from v41flash.image_files import FORMATS, ImageError
 
 _logger = logging.getLogger(__name__)
 
@@ -102,10 +102,14 @@ class Source:
     images: ImageFields | None = None
 
     def listing_digest(self) -> str:
-        """A hash over kind, fields and every file's path, size and modification time."""
+        """A hash over kind, fields and every file's path, size and modification time.
+
+        Image files that rows refer to by path are not among them: to find those, every row would
+        have to be read each time. After replacing one, touch the file whose rows name it.
+        """
         digest = hashlib.blake2b(f"{self.kind}\0{self.text_field}".encode(), digest_size=16)
         if self.images is not None:
-            digest.update(f"\0{self.images}\0{digit_pages.VERSION}".encode())
+            digest.update(f"\0{self.images}\0{FORMATS}\0{digit_pages.VERSION}".encode())
         for path in self.files:
             stat = path.stat()
             digest.update(f"\0{path}\0{stat.st_size}\0{stat.st_mtime_ns}".encode())

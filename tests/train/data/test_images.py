@@ -4,6 +4,7 @@ import base64
 import dataclasses
 import io
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -179,6 +180,9 @@ BAD = [
     (url(frames()), "2 frames"),
     ("data:text/plain,hello", "must be a URL"),
     (7, "must be a path, a data URL or bytes"),
+    ("/etc/hostname", "must lie inside"),
+    ("../outside.png", "must lie inside"),
+    ("a\0b.png", "cannot be read"),
 ]
 
 
@@ -201,6 +205,30 @@ def test_bad_images_are_counted_and_left_out(tmp_path):
     assert f"{len(BAD)} rows with an unusable image" in data.describe()
     assert "1 rows without one '<image>' for each image" in data.describe()
     assert len(data.store.document_ids) == 20
+
+
+def test_a_path_leaves_its_folder_by_no_link(tmp_path):
+    folder = write_rows(tmp_path / "rows", [{"text": "<image>", "images": "inner.png"}])
+    (tmp_path / "outside.png").write_bytes(png(1))
+    (folder / "own.png").write_bytes(png(2))
+    (folder / "inner.png").symlink_to("own.png")
+    source = sources.open_source("jsonl", str(folder), images=FIELDS)
+    (only,) = source.documents(sources.Skipped())
+    assert only.images[0].data == png(2)
+    for target in ("../outside.png", "inner.png"):  # the second is a link to itself
+        (folder / "inner.png").unlink()
+        (folder / "inner.png").symlink_to(target)
+        skipped = sources.Skipped()
+        assert not list(source.documents(skipped))
+        assert skipped.counts == {"rows with an unusable image": 1}
+
+
+def test_without_pillow_no_row_is_blamed(tmp_path, monkeypatch):
+    folder = write_rows(tmp_path / "rows", [{"text": "<image>", "images": url(png(0))}])
+    source = sources.open_source("jsonl", str(folder), images=FIELDS)
+    monkeypatch.setitem(sys.modules, "PIL.Image", None)
+    with pytest.raises(InputError, match="images need the package pillow"):
+        list(source.documents(sources.Skipped()))
 
 
 def test_parquet_with_images(tmp_path):
