@@ -12,6 +12,7 @@ import dataclasses
 import json
 import math
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,9 @@ from v41flash.checkpoints.leaves import (
     table_layout,
 )
 from v41flash.checkpoints.names import DRAFT, MODEL, Parameter, Source, parameters
-from v41flash.checkpoints.published import CONFIG, INDEX, Storage
+from v41flash.checkpoints.published import CONFIG, INDEX
 from v41flash.checkpoints.tensor_files import Item
+from v41flash.checkpoints.workdirs import copy_tokenizer
 from v41flash.config import ModelConfig
 from v41flash.errors import InputError
 from v41flash.layout import Layout
@@ -95,7 +97,7 @@ class _Exporter:
         """A weight, and its scales where it has any."""
         name, how = source.names[number], parameter.layout
         path = (parameter.tree, *parameter.path)
-        storage = Storage.of(self.config, self.weights[name].storage)
+        storage = inventory.Storage.of(self.config, self.weights[name])
         tensors = inventory.stored(self.config, self.weights[name])
 
         def rows(path: Keys, layout: Layout) -> Rows:
@@ -206,7 +208,11 @@ def without_draft(config: ModelConfig) -> ModelConfig:
 
 
 def export(
-    config: ModelConfig, steps: list[Path], folder: Path, shard_bytes: int = SHARD_BYTES
+    config: ModelConfig,
+    steps: list[Path],
+    folder: Path,
+    shard_bytes: int = SHARD_BYTES,
+    tokenizer: Path | None = None,
 ) -> ModelConfig:
     """Writes a folder in the published layout.
 
@@ -215,20 +221,23 @@ def export(
         steps: folders of checkpoints; an array is taken from the first that has it.
         folder: must not exist, or be empty; gets its name when everything is written.
         shard_bytes: a file holds no more, unless it is a single tensor.
+        tokenizer: file that becomes the folder's tokenizer.json; None: it gets none.
 
     Returns:
         The configuration that was written: without a draft head where the checkpoints have none.
 
     Raises:
-        InputError: arrays are missing or of another shape.
+        InputError: arrays are missing or of another shape, or `folder` is in use.
+        OSError: it cannot be written.
     """
+    folder = folder.resolve()
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"{folder}: is not a folder; choose another name")
     if folder.exists() and any(folder.iterdir()):
         raise InputError(f"{folder}: is not empty; choose another folder")
     stored = _Stored(steps)
     if not stored.has(DRAFT):
         config = without_draft(config)
-    partial = folder.with_name(folder.name + ".partial")
-    partial.mkdir(parents=True)
     shards: list[list[Item]] = [[]]
     size = 0
     for item in _Exporter(config, stored).items():
@@ -238,6 +247,10 @@ def export(
             size = 0
         shards[-1].append(item)
         size += nbytes
+    partial = folder.with_name(folder.name + ".partial")
+    # What an interrupted export left.
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
     weight_map = {}
     for number, items in enumerate(shards, 1):
         name = "model.safetensors"
@@ -250,6 +263,8 @@ def export(
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     (partial / CONFIG).write_text(json.dumps(config.to_hf(), indent=2) + "\n")
+    if tokenizer is not None:
+        copy_tokenizer(tokenizer, partial)
     if folder.exists():
         folder.rmdir()
     os.replace(partial, folder)

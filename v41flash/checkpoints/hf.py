@@ -10,7 +10,8 @@ checkpoint in the published layout; what the run does not have (the draft head, 
 weights that it started from) comes from the run folder `--base`, or the one it was started from.
 
 Weights: `packed` stay FP8 and FP4, for serving, and go back byte for byte; `bfloat16` (exact) and
-`float32` are for training. Exit status: 0 done, 1 the folder has faults, 2 wrong arguments.
+`float32` are for training. Exit status: 0 done, 1 the folder has faults or
+a file cannot be written, 2 wrong arguments.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from pathlib import Path
 from v41flash.checkpoints import exporting, importing, inventory, workdirs
 from v41flash.checkpoints.leaves import FORMS, PACKED
 from v41flash.checkpoints.published import FileError, Published, problems, read_config
-from v41flash.config import ConfigError, ModelConfig
+from v41flash.config import ConfigError
 from v41flash.errors import InputError
 
 
@@ -67,26 +68,42 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
 def _import(arguments: argparse.Namespace) -> int:
     published = Published.open(arguments.folder)
-    importing.to_workdir(published, arguments.workdir, arguments.weights, arguments.tokenizer)
-    print(f"{arguments.workdir}: checkpoint of step 0, weights {arguments.weights}")
+    tokenizer = importing.to_workdir(
+        published, arguments.workdir, arguments.weights, arguments.tokenizer
+    )
+    weights = f"weights {arguments.weights}, tokenizer {tokenizer}"
+    print(f"{arguments.workdir}: checkpoint of step 0, {weights}")
     return 0
 
 
 def _export(arguments: argparse.Namespace) -> int:
     if arguments.shard_bytes < 1:
         raise InputError(f"--shard-bytes={arguments.shard_bytes}: must be at least 1")
-    values, step = workdirs.read(arguments.workdir, arguments.step)
-    config = ModelConfig.from_dict(values["model"])
+    workdir = arguments.workdir
+    values, step = workdirs.read(workdir, arguments.step)
+    config = workdirs.model_config(workdir, values)
     steps = [step]
     base = arguments.base or values["train"].get("init_from")
     if base:
-        steps.append(workdirs.read(Path(base))[1])
-    written = exporting.export(config, steps, arguments.folder, arguments.shard_bytes)
+        steps.append(_base(Path(base), config.weight_form))
+    name = values["data"]["tokenizer"]
+    tokenizer = workdirs.tokenizer_file(name, workdir)
+    written = exporting.export(config, steps, arguments.folder, arguments.shard_bytes, tokenizer)
     left_out = written.num_nextn_predict_layers != config.num_nextn_predict_layers
     note = "; no draft head: the checkpoint has none" if left_out else ""
+    note += f"; no {workdirs.TOKENIZER}: the tokenizer is {name!r}" if tokenizer is None else ""
     size, tensors = inventory.totals(written)
     print(f"{arguments.folder}: {tensors:,} tensors, {size:,} bytes{note}")
     return 0
+
+
+def _base(workdir: Path, form: str) -> Path:
+    """The newest checkpoint of what a run started from; its weights must be of the same form."""
+    values, step = workdirs.read(workdir)
+    found = workdirs.model_config(workdir, values).weight_form
+    if found != form:
+        raise InputError(f"{workdir}: model.weight_form is {found!r}; the run's is {form!r}")
+    return step
 
 
 def main(argv: Sequence[str]) -> int:
@@ -103,6 +120,10 @@ def main(argv: Sequence[str]) -> int:
     except (InputError, ConfigError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    except OSError as error:
+        place = f"{error.filename}: " if error.filename is not None else ""
+        print(f"error: {place}{error.strerror or error}", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

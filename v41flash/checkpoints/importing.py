@@ -1,8 +1,10 @@
 """From the published layout to a run folder, or to arrays on devices, slice by slice.
 
-Every byte is read once and none waits in memory: a run folder is written in chunks of
-`streams.CHUNK_BYTES`, and arrays on devices grow by such chunks where they live. So an import needs
-little more than two chunks of host memory, whatever the size of shards, tensors and parameters.
+A run folder is written in chunks of `streams.CHUNK_BYTES`, and arrays on devices grow by such
+chunks where they live, so that an import needs little more than two chunks of host memory, whatever
+the size of shards, tensors and parameters. Rows of a tensor are read whole: for a run folder once,
+for arrays on devices once for each shard that has a part of them, which is more than once where an
+inner axis is sharded.
 """
 
 from __future__ import annotations
@@ -12,7 +14,6 @@ import functools
 import json
 import math
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,15 +23,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
-from v41flash.checkpoints import streams
+from v41flash.checkpoints import streams, workdirs
 from v41flash.checkpoints.leaves import PACKED, Leaf, chunks, leaves
 from v41flash.checkpoints.names import MODEL, insert
 from v41flash.checkpoints.published import Published
-from v41flash.checkpoints.workdirs import CHECKPOINTS, CONFIG
+from v41flash.checkpoints.workdirs import CHECKPOINTS, CONFIG, TOKENIZER
 from v41flash.config import ModelConfig
 from v41flash.errors import InputError
 
-TOKENIZER = "tokenizer.json"
+# What serving asks of the training of a run: none, which tells an import's config.json from others.
+_TRAIN = {"stages": [], "indexer_warmup_steps": 0}
 
 
 def model_config(published: Published, form: str) -> ModelConfig:
@@ -40,48 +42,64 @@ def model_config(published: Published, form: str) -> ModelConfig:
     return dataclasses.replace(published.config, weight_form=PACKED, activation_format="fp8")
 
 
-def to_workdir(
-    published: Published, workdir: Path, form: str, tokenizer: str | None = None
-) -> None:
-    """Writes a run folder: config.json, checkpoints/0, and tokenizer.json if there is one.
+def to_workdir(published: Published, workdir: Path, form: str, tokenizer: str | None = None) -> str:
+    """Writes a run folder: tokenizer.json if there is one, config.json, checkpoints/0.
 
-    config.json holds what serving reads of the configuration of a run.
+    config.json holds what serving reads of the configuration of a run. An interrupted import may be
+    done again in the same folder.
 
     Args:
         published: what to import.
-        workdir: must hold no checkpoints yet.
+        workdir: must hold no run yet.
         form: of the weights, one of `FORMS`.
-        tokenizer: as `v41flash.text.tokenizer.load` names it; None: the folder's own tokenizer.json
-            or, if it has none, "published".
+        tokenizer: as `v41flash.text.tokenizer.load` names it; a file is copied. None: the folder's
+            own tokenizer.json or, if it has none, "published".
+
+    Returns:
+        The tokenizer's name in config.json; that of a file is relative to the run folder.
 
     Raises:
-        InputError: the folder has checkpoints, or weights that cannot be had in this form.
+        InputError: the folder has a run, there is no such tokenizer, or weights cannot be had in
+            this form.
+        OSError: the folder cannot be written.
     """
-    if (workdir / CHECKPOINTS).exists():
-        raise InputError(f"{workdir}: holds checkpoints already; choose another folder")
     workdir = workdir.absolute()
-    workdir.mkdir(parents=True, exist_ok=True)
+    _check_free(workdir)
     if tokenizer is None:
-        tokenizer = _copy_tokenizer(published.folder, workdir) or "published"
+        own = published.folder / TOKENIZER
+        tokenizer = str(own) if own.is_file() else "published"
+    source = workdirs.tokenizer_file(tokenizer)
     config = {
         "model": model_config(published, form).to_dict(),
-        "data": {"tokenizer": tokenizer},
-        "train": {"stages": [], "indexer_warmup_steps": 0},
+        "data": {"tokenizer": tokenizer if source is None else TOKENIZER},
+        "train": _TRAIN,
         "kernels": {},
     }
-    meta = {"config": config, "imported": {"weights": form}}
-    streams.write(workdir / CHECKPOINTS, leaves(published, form), meta)
+    workdir.mkdir(parents=True, exist_ok=True)
+    if source is not None:
+        workdirs.copy_tokenizer(source, workdir)
     partial = workdir / (CONFIG + ".partial")
     partial.write_text(json.dumps(config, indent=2) + "\n")
     os.replace(partial, workdir / CONFIG)
+    # Last: a folder with checkpoints is a whole run.
+    meta = {"config": config, "imported": {"weights": form}}
+    streams.write(workdir / CHECKPOINTS, leaves(published, form), meta)
+    return config["data"]["tokenizer"]
 
 
-def _copy_tokenizer(folder: Path, workdir: Path) -> str | None:
-    source = folder / TOKENIZER
-    if not source.is_file():
-        return None
-    shutil.copyfile(source, workdir / TOKENIZER)
-    return str(workdir / TOKENIZER)
+def _check_free(workdir: Path) -> None:
+    """A folder with a run is refused, not one that an interrupted import has left."""
+    if (workdir / CHECKPOINTS).exists():
+        raise InputError(f"{workdir}: holds checkpoints already; choose another folder")
+    path = workdir / CONFIG
+    if not path.exists():
+        return
+    try:
+        found = json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict) or found.get("train") != _TRAIN:
+        raise InputError(f"{path}: belongs to another run; choose another folder")
 
 
 def to_devices(published: Published, abstract: Any, form: str, tree: str = MODEL) -> Any:

@@ -8,6 +8,7 @@ bfloat16 or float32. Without a `quantization_config` there are no scales. Standa
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -220,24 +221,41 @@ def weights(config: ModelConfig) -> Iterator[Weight]:
         yield from vision_weights(config.vision, config.hidden_size)
 
 
+@dataclasses.dataclass(frozen=True)
+class Storage:
+    """How a weight is stored: element bits (0: as it is) and the block that shares a scale."""
+
+    bits: int
+    block: tuple[int, int]
+
+    @classmethod
+    def of(cls, config: ModelConfig, weight: Weight) -> Storage:
+        """Of a weight of a model."""
+        quantization, storage = config.quantization_config, weight.storage
+        if quantization is None or storage in ("bf16", "f32"):
+            return cls(0, (1, 1))
+        if storage == "expert" and quantization.expert_dtype == "fp4":
+            return cls(4, (1, ROW_BLOCK))
+        if storage == "rows":
+            return cls(8, (1, ROW_BLOCK))
+        return cls(8, quantization.weight_block_size)
+
+
+def scale_name(weight: str) -> str:
+    """The tensor of a quantised weight's scales."""
+    return weight.removesuffix("weight") + "scale"
+
+
 def stored(config: ModelConfig, weight: Weight) -> list[Tensor]:
     """A weight's tensors: itself, and its scales where it is quantised; "{}" still in the name."""
-    name, shape, storage = weight.name, weight.shape, weight.storage
-    quantization = config.quantization_config
-    if storage == "f32" or config.dtype == "float32" and quantization is None:
-        return [Tensor(name, shape, "F32")]
-    if storage == "bf16" or quantization is None:
-        return [Tensor(name, shape, "BF16")]
+    name, shape, how = weight.name, weight.shape, Storage.of(config, weight)
+    if not how.bits:
+        as_is = config.dtype == "float32" and config.quantization_config is None
+        return [Tensor(name, shape, "F32" if weight.storage == "f32" or as_is else "BF16")]
     out, inner = shape
-    scale = name.removesuffix("weight") + "scale"
-    per_row = (out, -(-inner // ROW_BLOCK))
-    if storage == "expert" and quantization.expert_dtype == "fp4":
-        return [Tensor(name, (out, inner // 2), "I8"), Tensor(scale, per_row, "F8_E8M0")]
-    if storage == "rows":
-        return [Tensor(name, shape, "F8_E4M3"), Tensor(scale, per_row, "F8_E8M0")]
-    block_out, block_in = quantization.weight_block_size
-    blocks = (-(-out // block_out), -(-inner // block_in))
-    return [Tensor(name, shape, "F8_E4M3"), Tensor(scale, blocks, "F8_E8M0")]
+    elements = Tensor(name, (out, inner * how.bits // 8), {8: "F8_E4M3", 4: "I8"}[how.bits])
+    blocks = (-(-out // how.block[0]), -(-inner // how.block[1]))
+    return [elements, Tensor(scale_name(name), blocks, "F8_E8M0")]
 
 
 def inventory(config: ModelConfig) -> Iterator[Tensor]:

@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from ml_dtypes import bfloat16
 
+from v41flash.checkpoints.inventory import Storage, scale_name
 from v41flash.checkpoints.names import Parameter, Source, parameters
-from v41flash.checkpoints.published import FileError, Published, Storage, scale_name
+from v41flash.checkpoints.published import FileError, Published
 from v41flash.config import ModelConfig
 from v41flash.layout import Layout
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from v41flash.checkpoints import formats, inventory
-from v41flash.checkpoints.inventory import Weight
+from v41flash.checkpoints.inventory import Storage, Weight, scale_name
 from v41flash.checkpoints.tensor_files import FileError, TensorFile, parse_json
 from v41flash.config import ConfigError, ModelConfig
 
@@ -22,7 +22,7 @@ CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 _MAX_CONFIG_BYTES = 1 << 20
 _MAX_INDEX_BYTES = 1 << 25
-# Counts in a configuration that would make its inventory endless.
+# Counts that would make an inventory, or the headers of a folder's files, endless.
 _MAX_COUNT = 1 << 16
 _MAX_TENSORS = 1 << 21
 _OTHER_MODELS = ("deepseek_v4", "deepseek_v3", "deepseek_v32")
@@ -102,12 +102,21 @@ class _Files:
             paths = sorted(folder.glob("*.safetensors"))
         if not paths:
             raise FileError(f"{folder}: holds no *.safetensors file")
+        if len(paths) > _MAX_COUNT:
+            raise FileError(f"{folder}: {len(paths)} tensor files; must be at most {_MAX_COUNT}")
+        entries = 0
         for path in paths:
             try:
                 file = TensorFile(path)
             except FileError as error:
                 self.complaints.append(str(error))
                 continue
+            # Each header is bounded; together they stay in memory.
+            entries += len(file.entries)
+            if entries > _MAX_TENSORS:
+                raise FileError(
+                    f"{path}: with this file {entries} tensors; a folder has at most {_MAX_TENSORS}"
+                )
             if file.missing_bytes:
                 self.complaints.append(f"{path}: truncated: {file.missing_bytes} bytes are missing")
             for name in file.entries:
@@ -220,7 +229,7 @@ class Published:
 
     def storage(self, name: str) -> Storage:
         """How the weight `name` is stored."""
-        return Storage.of(self.config, self._weights[name].storage)
+        return Storage.of(self.config, self._weights[name])
 
     def raw(self, name: str, first: int = 0, last: int | None = None) -> np.ndarray:
         """Rows of a tensor as they are in the file; see `TensorFile.read`."""
@@ -239,28 +248,3 @@ class Published:
         if skip:
             elements = np.concatenate([np.zeros_like(elements[:1]).repeat(skip, 0), elements])
         return formats.dequantize(elements, scales, storage.bits, storage.block)[skip:]
-
-
-@dataclasses.dataclass(frozen=True)
-class Storage:
-    """How a weight is stored: element bits (0: as it is) and the block that shares a scale."""
-
-    bits: int
-    block: tuple[int, int]
-
-    @classmethod
-    def of(cls, config: ModelConfig, storage: str) -> Storage:
-        """Of an `inventory.Weight.storage`."""
-        quantization = config.quantization_config
-        if quantization is None or storage in ("bf16", "f32"):
-            return cls(0, (1, 1))
-        if storage == "expert" and quantization.expert_dtype == "fp4":
-            return cls(4, (1, inventory.ROW_BLOCK))
-        if storage == "rows":
-            return cls(8, (1, inventory.ROW_BLOCK))
-        return cls(8, quantization.weight_block_size)
-
-
-def scale_name(weight: str) -> str:
-    """The tensor of a quantised weight's scales."""
-    return weight.removesuffix("weight") + "scale"

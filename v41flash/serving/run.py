@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from v41flash.checkpoints import workdirs
 from v41flash.checkpoints.orbax import Checkpoints
 from v41flash.config import ConfigError, ModelConfig
 from v41flash.errors import InputError
@@ -82,11 +83,12 @@ class Run:
                 config = _model(values, step)
                 kernels = _kernels(values["kernels"])
                 name = values["data"]["tokenizer"]
+                path = workdirs.tokenizer_file(name, workdir)
             except (KeyError, TypeError, ConfigError) as error:
                 raise InputError(f"{file}: not a configuration of this version: {error}") from error
             params = stored.restore_params(step, _abstract(config))
         tokenizer = tokenizer_lib.load(
-            name,
+            name if path is None else str(path),
             bos_id=config.bos_token_id,
             eos_id=config.eos_token_id,
             pad_id=config.pad_token_id,

@@ -6,6 +6,8 @@ import json
 import shutil
 from pathlib import Path
 
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
 from tests.conftest import GOLDEN
 from v41flash.checkpoints.published import Published
 from v41flash.checkpoints.tensor_files import Entry, Item, TensorFile, write
@@ -51,4 +53,24 @@ def tensors(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     return found
 
 
-__all__ = ["RECORDED", "Entry", "Published", "change_config", "copy", "rewrite", "tensors"]
+def write_tokenizer(path: Path) -> None:
+    """Writes a tokenizer.json whose tokens are three specials, then bytes."""
+    specials = ["<bos>", "<eos>", "<pad>"]
+    texts = specials + sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE({text: number for number, text in enumerate(texts)}, []))
+    backend.add_special_tokens(specials)
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.save(str(path))
+
+
+__all__ = [
+    "RECORDED",
+    "Entry",
+    "Published",
+    "change_config",
+    "copy",
+    "rewrite",
+    "tensors",
+    "write_tokenizer",
+]

@@ -25,11 +25,14 @@ def run(*arguments):
 
 @pytest.fixture(scope="module", params=FORMS)
 def imported(request, tmp_path_factory):
-    """(form, run folder) of the recorded folder."""
-    workdir = tmp_path_factory.mktemp(request.param) / "run"
-    arguments = (folders.RECORDED, f"--workdir={workdir}", f"--weights={request.param}")
-    assert run("import", *arguments, "--tokenizer=byte") == 0
-    return request.param, workdir
+    """(form, run folder) of the recorded folder with a tokenizer; the run was moved since."""
+    folder = tmp_path_factory.mktemp(request.param)
+    folders.write_tokenizer(folder / "bytes.json")
+    arguments = (f"--workdir={folder / 'made'}", f"--weights={request.param}")
+    tokenizer = f"--tokenizer={folder / 'bytes.json'}"
+    assert run("import", folders.RECORDED, *arguments, tokenizer) == 0
+    (folder / "bytes.json").unlink()
+    return request.param, (folder / "made").rename(folder / "run")
 
 
 def test_there_and_back_is_bit_identical(imported, tmp_path):
@@ -120,6 +123,8 @@ def test_serving_reads_an_imported_run(imported):
     assert (loaded.step, loaded.config.dense_selection) == (0, False)
     kinds = {str(leaf.dtype) for leaf in jax.tree.leaves(loaded.params)}
     assert ("uint8" in kinds) == (form == "packed")
+    assert loaded.tokenizer.vocab_size == 259
+    assert loaded.tokenizer.decode(loaded.tokenizer.encode("été")) == "été"
 
 
 def test_parameters_restore_and_equal_the_mapping(imported):
