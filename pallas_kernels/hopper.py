@@ -7,20 +7,25 @@ import jax
 from pallas_kernels.chunking import devices
 
 
-def require(op: str) -> None:
+def require(op: str, *, jax_release: tuple[int, int] = (0, 10)) -> None:
     """Declines unless the default device is a Hopper GPU, and the computation its alone.
 
     Args:
         op: named in the reason.
+        jax_release: the oldest release whose Mosaic GPU has what the kernel needs.
 
     Raises:
-        NotImplementedError: another device; or the present mesh spreads arrays over several, over
-            which XLA does not partition kernels (call the op inside `jax.shard_map`).
+        NotImplementedError: an older jax; another device; or the present mesh spreads arrays over
+            several, over which XLA does not partition kernels (call the op inside
+            `jax.shard_map`).
     """
     if jax.default_backend() != "gpu":
         raise NotImplementedError(f"{op}: needs a GPU, the backend is {jax.default_backend()}")
     capability = jax.devices()[0].compute_capability
     if capability != "9.0":
         raise NotImplementedError(f"{op}: needs compute capability 9.0, not {capability}")
+    if jax.__version_info__ < jax_release:
+        wanted = ".".join(map(str, jax_release))
+        raise NotImplementedError(f"{op}: needs jax {wanted} or later, this is {jax.__version__}")
     if devices() > 1:
         raise NotImplementedError(f"{op}: under a mesh of {devices()} devices needs jax.shard_map")

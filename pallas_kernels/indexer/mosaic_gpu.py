@@ -180,7 +180,7 @@ def scores_at(q, w, k, indices, *, chunk=None, on_grid=False, interpret=None):
 def _accept(op: str, q, k, interpret) -> None:
     """Declines what no kernel takes."""
     if interpret is None:
-        hopper.require(op)
+        hopper.require(op, jax_release=(0, 11))
     if q.dtype != jnp.bfloat16:
         raise NotImplementedError(f"{op}: queries in {q.dtype}; the kernels take bfloat16")
     heads, dim = q.shape[2:]

@@ -48,7 +48,7 @@ def _by_xla(q, window_rows, lo, hi, main_rows, indices, sink, out, lse, d_out, d
 
 
 def _by_kernel(*arguments):
-    hopper.require("sparse_attention")
+    hopper.require("sparse_attention", jax_release=(0, 11))
     return mosaic_gpu_backward.backward(*arguments, window=WINDOW, scale=DIM**-0.5)
 
 

@@ -615,7 +615,7 @@ def sparse_attention(
             main rows without indices; no key at all.
     """
     del main_lo, main_hi, chunk
-    hopper.require("sparse_attention")
+    hopper.require("sparse_attention", jax_release=(0, 11))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     check_queries(q, scale)
     if main_rows is not None and indices is None:

@@ -259,7 +259,7 @@ def selected_mass(
         NotImplementedError: as `mosaic_gpu.sparse_attention`.
     """
     del main_lo, main_hi, chunk
-    hopper.require("selected_mass")
+    hopper.require("selected_mass", jax_release=(0, 11))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     mosaic_gpu.check_queries(q, scale)
     if indices is None:

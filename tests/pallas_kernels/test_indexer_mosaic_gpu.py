@@ -229,7 +229,7 @@ def shape(dtype, *sizes):
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "float8"])
-def test_dense_kernel_compiles_for_hopper(hopper, kind):
+def test_dense_kernel_compiles_for_hopper(recent_hopper, kind):
     dtype = jnp.bfloat16 if kind == "bfloat16" else jnp.float8_e4m3fn
     inputs = [
         shape(dtype, 1, 64, 32, 128),
@@ -244,13 +244,13 @@ def test_dense_kernel_compiles_for_hopper(hopper, kind):
     def run(q, w, k, lo, hi, scales=None):
         return dense_scores(q, w, k, lo, hi, scales=scales, full=True, maxima=True)
 
-    hopper.compile(run, *inputs)
+    recent_hopper.compile(run, *inputs)
 
 
 @pytest.mark.parametrize("size, packed", [(1, False), (1, True), (8, False), (8, True), (64, True)])
-def test_gathering_kernel_compiles_for_hopper(hopper, size, packed):
+def test_gathering_kernel_compiles_for_hopper(recent_hopper, size, packed):
     keys = shape(jnp.uint8, 1, 1024, 68) if packed else shape(jnp.bfloat16, 1, 1024, 128)
-    hopper.compile(
+    recent_hopper.compile(
         functools.partial(gathered_scores, size=size, absent=0.0),
         shape(jnp.bfloat16, 1, 8, 32, 128),
         shape(jnp.float32, 1, 8, 32),
@@ -261,8 +261,8 @@ def test_gathering_kernel_compiles_for_hopper(hopper, size, packed):
     )
 
 
-def test_backward_kernel_compiles_for_hopper(hopper):
-    hopper.compile(
+def test_backward_kernel_compiles_for_hopper(recent_hopper):
+    recent_hopper.compile(
         gathered_gradients,
         shape(jnp.bfloat16, 1, 8, 32, 128),
         shape(jnp.float32, 1, 8, 32),

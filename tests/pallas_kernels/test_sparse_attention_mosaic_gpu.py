@@ -132,24 +132,24 @@ def full_size(heads=64, main="bfloat16", slots=512, queries=264):
         {"main": jnp.uint8, "queries": 1, "shares": 5},
     ],
 )
-def test_compiles_for_hopper(hopper, keywords):
+def test_compiles_for_hopper(recent_hopper, keywords):
     shares = keywords.pop("shares", 1)
     call = functools.partial(mosaic_gpu.forward, window=128, scale=512**-0.5, shares=shares)
-    hopper.compile(call, *full_size(**keywords))
+    recent_hopper.compile(call, *full_size(**keywords))
 
 
 @pytest.mark.parametrize("heads, main", [(16, "bfloat16"), (64, jnp.uint8)])
-def test_mass_compiles_for_hopper(hopper, heads, main):
+def test_mass_compiles_for_hopper(recent_hopper, heads, main):
     q, _, _, _, main_rows, indices, _ = full_size(heads, main)
     call = functools.partial(mosaic_gpu_mass.forward, scale=512**-0.5)
-    hopper.compile(call, q, main_rows, indices, shape(*q.shape[:3], dtype=jnp.float32))
+    recent_hopper.compile(call, q, main_rows, indices, shape(*q.shape[:3], dtype=jnp.float32))
 
 
-def test_compilation_reports_registers_that_there_are_not(hopper):
+def test_compilation_reports_registers_that_there_are_not(recent_hopper):
     config = TuningConfig(128, 160, 24)
     call = functools.partial(mosaic_gpu.forward, window=128, scale=1.0, config=config)
     with pytest.raises(Exception, match=r"(?i)regist|ptxas|pass pipeline"):
-        hopper.compile(call, *full_size(main=jnp.uint8))
+        recent_hopper.compile(call, *full_size(main=jnp.uint8))
 
 
 def test_declines_without_a_gpu():
