@@ -401,7 +401,7 @@ class Generator:
         tokens, logprobs = tokens[held], logprobs[held]
         before = text.tokens
         said = text.feed(tokens)
-        reason = _REASONS.get(int(finish))
+        reason = finish_reason(int(finish))
         if text.stopped:
             used = text.tokens - before
             tokens, logprobs, reason = tokens[:used], logprobs[:used], "stop"
@@ -416,6 +416,11 @@ class Generator:
         windows = [w for w in (state.encoder, state.decoder) if w is not None]
         own = sum(w.bytes_per_sequence for w in windows) * state.positions.shape[0]
         stats.window_bytes = max(stats.window_bytes, own)
+
+
+def finish_reason(finish: int) -> str | None:
+    """"stop" or "length" for a code of `v41flash.serving.decode`; None while it runs."""
+    return _REASONS.get(finish)
 
 
 def _power_of_two(number: int) -> int:

@@ -283,6 +283,15 @@ def _trusted(text: str) -> list[Piece]:
     ]
 
 
+def forced_call(name: str | None = None) -> tuple[Piece, ...]:
+    """What an answer begins with that has to call a tool: any tool, or the one of this name.
+
+    It goes behind the pieces of a prompt without reasoning; `ReplyReader` is fed its text first.
+    """
+    pieces = [text_piece(BETWEEN), *_trusted(f"<{DSML} calls>\n<{DSML} invoke name=")]
+    return (*pieces, text_piece('"' if name is None else f'"{name}">\n'))
+
+
 def _calls_pieces(calls: Sequence[ToolCall]) -> list[Piece]:
     if not calls:
         return []

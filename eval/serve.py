@@ -1,0 +1,157 @@
+"""An OpenAI-compatible HTTP endpoint for a trained checkpoint.
+
+    python -m eval.serve --workdir=DIR [--host=127.0.0.1 --port=8000 --batch_size=8]
+
+    curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \\
+        -d '{"prompt": "def main(", "max_tokens": 64}'
+
+Chat completions and completions: streaming, log-probabilities, usage, seed, stop texts, reasoning
+effort (`reasoning_effort`: 1 .. 100, low, high or max), tools, and images as data URLs where the
+model sees. Requests that come together are decoded together (continuous batching); what one gets
+does not depend on the others. The endpoint listens to this machine alone unless --host says
+otherwise; an API key is asked for where the environment variable V41FLASH_API_KEY holds one. Needs
+`pip install 'v41flash[serve]'`. Exit status: 0 stopped, 2 the flags or the run folder are wrong.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import uvicorn
+from absl import flags
+
+from eval.endpoint.app import MAX_BODY_BYTES, Limits, create_app
+from eval.endpoint.service import Service
+from v41flash.errors import InputError
+from v41flash.serving import Generator, Options
+from v41flash.serving.engine import Engine
+
+KEY_VARIABLE = "V41FLASH_API_KEY"
+
+
+class Arguments(NamedTuple):
+    """The command line.
+
+    Attributes:
+        workdir: of the run.
+        step: of the checkpoint, or None.
+        host: address to listen on.
+        port: likewise; 0 takes a free one.
+        model: name of the model in requests.
+        context: tokens of a prompt and its answer at most, or None.
+        waiting: requests that may wait.
+        max_body_mb: largest request.
+        options: of the generator.
+    """
+
+    workdir: Path
+    step: int | None
+    host: str
+    port: int
+    model: str
+    context: int | None
+    waiting: int
+    max_body_mb: int
+    options: Options
+
+
+def parse(arguments: Sequence[str]) -> Arguments:
+    """Reads the command line (without the program).
+
+    Raises:
+        InputError: a flag or value that cannot be used, in one line.
+    """
+    values = flags.FlagValues()
+    here = dict(flag_values=values)
+    flags.DEFINE_string("workdir", None, "Folder of the run.", **here)
+    flags.DEFINE_integer("step", None, "Checkpoint; the newest by default.", **here)
+    flags.DEFINE_string("host", "127.0.0.1", "Address to listen on.", **here)
+    flags.DEFINE_integer("port", 8000, "0: a free one.", 0, 65535, **here)
+    flags.DEFINE_string("model", None, "Name in requests; the folder's by default.", **here)
+    flags.DEFINE_integer("context", None, "Tokens of a prompt and its answer at most.", **here)
+    flags.DEFINE_integer("batch_size", Options.batch_size, "Requests decoded together.", **here)
+    flags.DEFINE_integer("steps", 8, "Tokens decoded between two looks at requests.", **here)
+    flags.DEFINE_integer("chunk", Options.chunk, "Prompt tokens per step.", **here)
+    flags.DEFINE_integer("waiting", 256, "Requests that may wait.", **here)
+    flags.DEFINE_integer("max_body_mb", MAX_BODY_BYTES >> 20, "Largest request.", 1, **here)
+    flags.DEFINE_boolean("exact", False, "Prefill by all layers over all tokens.", **here)
+    try:
+        rest = values(["eval.serve", *arguments])
+    except flags.Error as error:
+        raise InputError(" ".join(str(error).split())) from error
+    if len(rest) > 1:
+        raise InputError(f"{rest[1]!r} is no flag: write --name=value")
+    if not values.workdir:
+        raise InputError("--workdir is missing: give the folder of the run")
+    workdir = Path(values.workdir)
+    return Arguments(
+        workdir=workdir,
+        step=values.step,
+        host=values.host,
+        port=values.port,
+        model=values.model or workdir.resolve().name,
+        context=values.context,
+        waiting=values.waiting,
+        max_body_mb=values.max_body_mb,
+        options=Options(
+            batch_size=values.batch_size,
+            chunk=values.chunk,
+            steps=values.steps,
+            exact=values.exact,
+            speculate=False,
+        ),
+    )
+
+
+def open_to_others(host: str) -> bool:
+    """Whether other machines can reach an address."""
+    if host == "localhost":
+        return False
+    try:
+        return not ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return True
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the command line; returns the exit status."""
+    if any(argument in ("-h", "--help", "-help") for argument in arguments):
+        print(__doc__)
+        return 0
+    try:
+        values = parse(arguments)
+        generator = Generator.from_workdir(
+            values.workdir, step=values.step, options=values.options
+        )
+        engine = Engine(generator, context=values.context, waiting=values.waiting)
+    except InputError as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    api_key = os.environ.get(KEY_VARIABLE) or None
+    if open_to_others(values.host) and api_key is None:
+        print(
+            f"warning: {values.host} can be reached by others, and {KEY_VARIABLE} is not set",
+            file=sys.stderr,
+        )
+    limits = Limits(values.max_body_mb << 20, api_key)
+    app = create_app(Service(generator, engine, values.model), limits)
+    server = uvicorn.Server(
+        uvicorn.Config(app, host=values.host, port=values.port, log_level="info")
+    )
+    try:
+        server.run()
+    except KeyboardInterrupt:
+        pass  # uvicorn has shut down in order and raises it again.
+    finally:
+        engine.close()
+    # An address in use, say; uvicorn has said why.
+    return 0 if server.started else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
