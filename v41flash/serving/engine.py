@@ -311,6 +311,8 @@ class Engine:
 
     def _begin(self, slot: int, ticket: Ticket) -> None:
         request, options, programs = ticket.request, self._options, self._generator.programs
+        # From here on a fault has to be told to it.
+        self._running[slot] = ticket
         images = None
         if request.images is not None:
             images = self._image_rows(request)
@@ -336,7 +338,6 @@ class Engine:
         self._sequences = jax.tree.map(
             lambda whole, own: whole.at[place].set(own), self._sequences, sequence
         )
-        self._running[slot] = ticket
         self.counts.admitted += 1
         self.counts.prompt_tokens += len(request.prompt)
         self.counts.peak = max(self.counts.peak, len(self._running))

@@ -1,0 +1,339 @@
+"""The endpoint as the openai client sees it, over a real socket."""
+
+import contextlib
+import json
+import socket
+import threading
+import time
+
+import httpx
+import numpy as np
+import openai
+import pytest
+import uvicorn
+
+from eval.endpoint.app import Limits, create_app
+from eval.endpoint.service import Service
+from tests.v41flash.serving.served import CONFIG, Served
+from v41flash.serving import Generator, Options
+from v41flash.serving.engine import Engine
+from v41flash.text.prompt import PromptEncoder, forced_call, render
+from v41flash.text.prompt_reply import parse_reply
+from v41flash.text.tokenizer import ByteTokenizer
+
+TOKENIZER = ByteTokenizer()
+CONTEXT, SLOTS, BODY, KEY = 1536, 4, 1 << 16, "a key"
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "look",
+            "description": "Looks.",
+            "parameters": {"type": "object", "properties": {"where": {"type": "string"}}},
+        },
+    }
+]
+
+
+@pytest.fixture(scope="module")
+def generator():
+    served = Served.create(CONFIG)
+    options = Options(batch_size=SLOTS, chunk=64, steps=4)
+    token_map = np.arange(TOKENIZER.vocab_size)
+    generator = Generator(CONFIG, served.params, TOKENIZER, token_map=token_map, options=options)
+    generator.programs = served.programs
+    return generator
+
+
+@contextlib.contextmanager
+def running(app):
+    """The address of a server that runs `app`."""
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    while not server.started:
+        assert thread.is_alive()
+        time.sleep(0.01)
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def engine(generator):
+    with Engine(generator, context=CONTEXT, waiting=128) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def address(generator, engine):
+    app = create_app(Service(generator, engine, "tiny"), Limits(BODY, KEY))
+    with running(app) as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def client(address):
+    with openai.OpenAI(
+        base_url=f"{address}/v1", api_key=KEY, max_retries=0, timeout=300
+    ) as client:
+        yield client
+
+
+def alone(generator, prompt, **settings):
+    (result,) = generator.generate([prompt], **settings)
+    return result
+
+
+def chat_prompt(messages, said=(), **settings):
+    encoder = PromptEncoder(TOKENIZER)
+    pieces = (*render(messages, **({"thinking": False} | settings)), *said)
+    return encoder.encode(pieces).tokens
+
+
+def test_models(client):
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").id == "tiny"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("large")
+
+
+def test_completion(client, generator):
+    answer = client.completions.create(
+        model="tiny", prompt="abc", max_tokens=9, seed=3, temperature=0.8, logprobs=2
+    )
+    truth = alone(generator, "abc", max_tokens=9, seed=3, temperature=0.8)
+    (choice,) = answer.choices
+    assert choice.text == truth.text
+    assert choice.finish_reason == truth.finish
+    np.testing.assert_allclose(choice.logprobs.token_logprobs, truth.logprobs, atol=1e-2)
+    assert "".join(choice.logprobs.tokens) == truth.text
+    assert all(len(top) in (1, 2) for top in choice.logprobs.top_logprobs)
+    assert answer.usage.prompt_tokens == 4
+    assert answer.usage.completion_tokens == len(truth.tokens)
+    assert answer.usage.total_tokens == 4 + len(truth.tokens)
+
+
+def test_prompts_and_choices(client, generator):
+    ids = [int(i) for i in generator.encode("xyz")]
+    answer = client.completions.create(
+        model="tiny", prompt=[ids, ids[:2]], n=2, max_tokens=5, seed=7
+    )
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    for number, (prompt, choice) in enumerate(
+        zip([ids, ids, ids[:2], ids[:2]], answer.choices, strict=True)
+    ):
+        assert choice.text == alone(generator, prompt, max_tokens=5, seed=7 + number).text
+    assert answer.usage.prompt_tokens == 4 + 2
+
+
+def test_stop_and_default_length(client, generator):
+    whole = client.completions.create(model="tiny", prompt="q", seed=11).choices[0]
+    truth = alone(generator, "q", max_tokens=16, seed=11)
+    assert whole.text == truth.text
+    stop = whole.text[4:6]
+    cut = client.completions.create(model="tiny", prompt="q", seed=11, stop=[stop]).choices[0]
+    assert cut.text == whole.text[: whole.text.index(stop)]
+    assert cut.finish_reason == "stop"
+
+
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
+
+
+@pytest.mark.parametrize("effort", [None, "low", 33])
+def test_chat(client, generator, effort):
+    settings = dict(max_tokens=12, seed=2, temperature=1.0)
+    extra = {} if effort is None else {"reasoning_effort": effort}
+    answer = client.chat.completions.create(
+        model="tiny", messages=MESSAGES, extra_body=extra, logprobs=True, top_logprobs=3, **settings
+    )
+    thinking = effort is not None
+    prompt = chat_prompt(MESSAGES, thinking=thinking, **({"effort": effort} if thinking else {}))
+    truth = alone(generator, prompt, **settings)
+    (choice,) = answer.choices
+    reply = parse_reply(truth.text, thinking=thinking)
+    assert choice.message.content == reply.answer
+    assert getattr(choice.message, "reasoning_content", "") == reply.reasoning
+    assert choice.finish_reason == truth.finish
+    content = choice.logprobs.content
+    np.testing.assert_allclose([entry.logprob for entry in content], truth.logprobs, atol=1e-2)
+    assert all(len(entry.top_logprobs) == 3 for entry in content)
+    assert answer.usage.prompt_tokens == len(prompt)
+
+
+def test_streams(client, generator):
+    settings = dict(max_tokens=14, seed=5, temperature=0.9)
+    stream = client.chat.completions.create(
+        model="tiny", messages=MESSAGES, stream=True, stream_options={"include_usage": True},
+        extra_body={"reasoning_effort": "high"}, n=2, **settings,
+    )  # fmt: skip
+    texts, finishes, usage = {0: "", 1: ""}, {}, None
+    for event in stream:
+        usage = event.usage or usage
+        for choice in event.choices:
+            texts[choice.index] += getattr(choice.delta, "reasoning_content", "") or ""
+            texts[choice.index] += choice.delta.content or ""
+            if choice.finish_reason:
+                finishes[choice.index] = choice.finish_reason
+    prompt, total = chat_prompt(MESSAGES, thinking=True, effort="high"), 0
+    for number in range(2):
+        truth = alone(generator, prompt, **(settings | {"seed": 5 + number}))
+        assert texts[number] == truth.text.replace("</think>", "")
+        assert finishes[number] == truth.finish
+        total += len(truth.tokens)
+    assert usage.completion_tokens == total
+    assert usage.prompt_tokens == len(prompt)
+
+
+def test_forced_tool(client, generator, monkeypatch):
+    """A model that goes on as a good one would: the call comes back as the client knows it."""
+    rest = 'string="true">the sky</｜DSML｜ parameter>\n</｜DSML｜ invoke>\n</｜DSML｜ calls>'
+    script = [*TOKENIZER.encode('<｜DSML｜ parameter name="where" ' + rest), TOKENIZER.eos_id]
+    prompt = chat_prompt(MESSAGES, tools=TOOLS, said=forced_call("look"))
+    at = len(prompt)
+    from v41flash.serving import decode
+
+    def scripted(logits, sampling, positions, top=0):
+        import jax.numpy as jnp
+
+        tokens = jnp.asarray(np.array(script, np.int32))[jnp.clip(positions - at, 0, None)]
+        zeros = jnp.zeros(tokens.shape, jnp.float32)
+        grid = jnp.zeros((*tokens.shape, top))
+        return decode.Draw(tokens, zeros, grid.astype(jnp.int32), grid)
+
+    from v41flash.serving.programs import Programs
+
+    monkeypatch.setattr(decode, "draw", scripted)
+    monkeypatch.setattr(generator, "programs", Programs(generator.programs.model))
+    choice = {"type": "function", "function": {"name": "look"}}
+    answer = client.chat.completions.create(
+        model="tiny", messages=MESSAGES, tools=TOOLS, tool_choice=choice, max_tokens=len(script)
+    )
+    (got,) = answer.choices
+    assert got.finish_reason == "tool_calls"
+    (call,) = got.message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == (
+        "look",
+        {"where": "the sky"},
+    )
+    # The client hands it back with a result.
+    messages = [*MESSAGES, got.message.model_dump(exclude_none=True)]
+    messages.append({"role": "tool", "tool_call_id": call.id, "content": "blue"})
+    client.chat.completions.create(model="tiny", messages=messages, tools=TOOLS, max_tokens=1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (dict(messages=[]), "at least one message"),
+        (dict(messages=[{"role": "king", "content": "x"}]), "message"),
+        (dict(max_tokens=0), "max_tokens"),
+        (dict(max_tokens=CONTEXT), "exceed the context"),
+        (dict(temperature=3), "temperature"),
+        (dict(top_p=0), "top_p"),
+        (dict(n=100), "n"),
+        (dict(presence_penalty=1), "presence_penalty is not supported"),
+        (dict(response_format={"type": "json_object"}), "response_format"),
+        (dict(top_logprobs=2), "needs logprobs"),
+        (dict(logprobs=True, top_logprobs=21), "top_logprobs"),
+        (dict(reasoning_effort="medium"), "medium"),
+        (dict(tool_choice="required"), "tool_choice needs tools"),
+        (
+            dict(tools=TOOLS, tool_choice={"type": "function", "function": {"name": "hear"}}),
+            "hear",
+        ),
+        (dict(tools=TOOLS, tool_choice="required", reasoning_effort="low"), "reasoning_effort"),
+        (
+            dict(
+                messages=[
+                    {
+                        "role": "user",
+                        "content": [{"type": "image_url", "image_url": {"url": "data:,"}}],
+                    }
+                ]
+            ),
+            "takes no images",
+        ),
+    ],
+)
+def test_refused(client, fields, message):
+    body = {"model": "tiny", "messages": MESSAGES, "max_tokens": 1} | fields
+    with pytest.raises(openai.BadRequestError, match=message):
+        client.post("/chat/completions", body=body, cast_to=object)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [([], "prompt"), ([[]], "at least one token"), ([-1], "token ids"), ([9999], "vocabulary")],
+)
+def test_refused_prompts(client, prompt, message):
+    with pytest.raises(openai.BadRequestError, match=message):
+        client.completions.create(model="tiny", prompt=prompt)
+
+
+def test_refused_http(address):
+    url, key = f"{address}/v1/completions", {"Authorization": f"Bearer {KEY}"}
+    cases = [
+        (httpx.post(url, json={"prompt": "x"}), 401, "API key"),
+        (httpx.post(url, headers={"Authorization": "Bearer no"}, json={}), 401, "API key"),
+        (httpx.post(url, headers=key, content=b"{"), 400, "not JSON"),
+        (httpx.post(url, headers=key, content=b"[" * 30_000), 400, "not JSON"),
+        (httpx.post(url, headers=key, content=b"[]"), 400, "object"),
+        (httpx.post(url, headers=key, content=b'"' + b"x" * BODY + b'"'), 413, "larger than"),
+        (httpx.get(url, headers=key), 405, "Method Not Allowed"),
+        (httpx.get(f"{address}/v2/completions"), 404, "Not Found"),
+        (httpx.post(url, headers=key, json={"prompt": "x", "model": "y"}), 404, "no model"),
+    ]
+    for response, status, message in cases:
+        assert response.status_code == status, response.text
+        assert message in response.json()["error"]["message"]
+    assert httpx.get(f"{address}/health").json()["status"] == "ok"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_clients_that_go_away(address, engine, stream):
+    before = engine.counts.cancelled
+    body = {"prompt": "x", "max_tokens": 1400, "stream": stream, "temperature": 0.5}
+    key = {"Authorization": f"Bearer {KEY}"}
+    with httpx.Client(timeout=None if stream else 1.0) as client, contextlib.suppress(
+        httpx.ReadTimeout
+    ):
+        with client.stream(
+            "POST", f"{address}/v1/completions", json=body, headers=key
+        ) as response:
+            next(response.iter_lines())
+    deadline = time.monotonic() + 60
+    while engine.counts.cancelled == before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert engine.counts.cancelled == before + 1
+
+
+def test_many_clients(client, generator):
+    """No token lost, mixed or doubled among streams that come all at once."""
+    clients = 16
+    texts, errors = [""] * clients, []
+
+    def ask(number):
+        try:
+            stream = client.completions.create(
+                model="tiny", prompt="m" * (number % 5), max_tokens=6 + number % 7, seed=number,
+                stream=True,
+            )  # fmt: skip
+            for event in stream:
+                texts[number] += event.choices[0].text
+        except Exception as error:  # shown below, in the thread of the test
+            errors.append(error)
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(clients)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    for number, text in enumerate(texts):
+        settings = dict(max_tokens=6 + number % 7, seed=number)
+        assert text == alone(generator, "m" * (number % 5), **settings).text
