@@ -123,12 +123,20 @@ def main(arguments: Sequence[str]) -> int:
     if any(argument in ("-h", "--help", "-help") for argument in arguments):
         print(__doc__)
         return 0
+    server: uvicorn.Server | None = None
+
+    def end() -> None:
+        if server is not None:
+            server.should_exit = True
+
     try:
         values = parse(arguments)
         generator = Generator.from_workdir(
             values.workdir, step=values.step, options=values.options
         )
-        engine = Engine(generator, context=values.context, waiting=values.waiting)
+        engine = Engine(
+            generator, context=values.context, waiting=values.waiting, on_fault=end
+        )
     except InputError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
@@ -149,8 +157,8 @@ def main(arguments: Sequence[str]) -> int:
         pass  # uvicorn has shut down in order and raises it again.
     finally:
         engine.close()
-    # An address in use, say; uvicorn has said why.
-    return 0 if server.started else 1
+    # An address in use, say, or an engine that stopped; the log says why.
+    return 0 if server.started and not engine.failed else 1
 
 
 if __name__ == "__main__":

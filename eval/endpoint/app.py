@@ -95,7 +95,11 @@ def create_app(service: Service, limits: Limits | None = None) -> Starlette:
 
     async def health(request: HttpRequest) -> Response:
         running, waiting = service.engine.load
-        return JSONResponse({"status": "ok", "running": running, "waiting": waiting})
+        status = "stopped" if service.engine.stopped else "ok"
+        return JSONResponse(
+            {"status": status, "running": running, "waiting": waiting},
+            status_code=503 if service.engine.stopped else 200,
+        )
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -115,6 +119,7 @@ def create_app(service: Service, limits: Limits | None = None) -> Starlette:
             InputError: _input_error,
             Stopped: _stopped,
             ClientDisconnect: _gone,
+            Exception: _fault,
         },
         lifespan=lifespan,
     )
@@ -145,6 +150,11 @@ async def _http_error(request: HttpRequest, error: Exception) -> Response:
 
 async def _stopped(request: HttpRequest, error: Exception) -> Response:
     return _reply(_unavailable(error))
+
+
+async def _fault(request: HttpRequest, error: Exception) -> Response:
+    # Starlette logs it with its traceback.
+    return _reply(ApiError("the server met a fault", status=500, kind="server_error"))
 
 
 async def _gone(request: HttpRequest, error: Exception) -> Response:
@@ -194,27 +204,30 @@ class _Stream:
     """Progress of several jobs, in the order in which it comes."""
 
     def __init__(self, service: Service, jobs: list[Job]):
-        """Hands all jobs to the engine, or none.
+        """Nothing runs before `start`."""
+        self._engine, self._jobs = service.engine, jobs
+        self._news: asyncio.Queue[tuple[int, Progress]] = asyncio.Queue()
+        self._left = set(range(len(jobs)))
+        self._tickets = []
+        self._loop = asyncio.get_running_loop()
+
+    def start(self) -> None:
+        """Hands all jobs to the engine, or none; in any thread.
 
         Raises:
             InputError, Stopped: see `Engine.submit`.
         """
-        self._engine = service.engine
-        self._news: asyncio.Queue[tuple[int, Progress]] = asyncio.Queue()
-        self._left = set(range(len(jobs)))
-        self._tickets = []
-        loop = asyncio.get_running_loop()
         try:
-            for index, job in enumerate(jobs):
-                listener = self._listener(loop, index)
+            for index, job in enumerate(self._jobs):
+                listener = self._listener(index)
                 self._tickets.append(self._engine.submit(job.request, listener))
         except BaseException:
             self.cancel()
             raise
 
-    def _listener(self, loop: asyncio.AbstractEventLoop, index: int) -> Callable:
+    def _listener(self, index: int) -> Callable[[Progress], None]:
         def listener(progress: Progress) -> None:
-            loop.call_soon_threadsafe(self._news.put_nowait, (index, progress))
+            self._loop.call_soon_threadsafe(self._news.put_nowait, (index, progress))
 
         return listener
 
@@ -245,6 +258,7 @@ async def _answer(
     request: HttpRequest, service: Service, kind: _Kind, body: Any, jobs: list[Job]
 ) -> Response:
     stream = _Stream(service, jobs)
+    await run_in_threadpool(stream.start)
     # Each prompt counts once, whatever the number of its answers.
     prompts = sum(len(job.request.prompt) for job in jobs[:: body.choices])
     if body.stream:

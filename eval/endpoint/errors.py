@@ -35,9 +35,11 @@ class ApiError(InputError):
 
     def body(self) -> dict[str, Any]:
         """The JSON of the answer."""
+        # What a client sent may hold half characters, which JSON cannot.
+        text = " ".join(str(self).split()).encode("utf-8", "backslashreplace").decode()
         return {
             "error": {
-                "message": " ".join(str(self).split()),
+                "message": text,
                 "type": self.kind,
                 "param": self.param,
                 "code": self.code,

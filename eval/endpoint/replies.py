@@ -9,8 +9,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
-
 from v41flash.serving.engine import Progress
 from v41flash.text.prompt import ToolCall
 from v41flash.text.prompt_reply import Part, ReplyReader
@@ -211,7 +209,3 @@ def tool_call(call: ToolCall) -> dict[str, Any]:
     function = {"name": call.name, "arguments": arguments}
     return {"id": new_id("call"), "type": "function", "function": function}
 
-
-def count_tokens(news: Sequence[Progress]) -> int:
-    """Tokens of an answer."""
-    return int(np.sum([len(progress.tokens) for progress in news], dtype=int))

@@ -1,7 +1,7 @@
 """Bodies of the endpoint's requests, checked.
 
-Fields that OpenAI knows and that change nothing here (`user`, `metadata`, ..) are ignored; those
-that would change the result and cannot be honoured are refused by name.
+Fields that change nothing here (`user`, `metadata`, ..) are ignored, and so are those that are not
+offered where they ask for nothing; any other field is refused by name.
 """
 
 from __future__ import annotations
@@ -17,8 +17,22 @@ from v41flash.serving.engine import MAX_TOP
 
 MAX_CHOICES = 16
 MAX_STOPS = 16
+# Of no effect on an answer.
+_IGNORED = {
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "safety_identifier",
+}
 # Values that leave out what is not offered.
 _NEUTRAL = {
+    "parallel_tool_calls": (None, True),
+    "prediction": (None,),
+    "web_search_options": (None,),
+    "verbosity": (None,),
     "presence_penalty": (None, 0, 0.0),
     "frequency_penalty": (None, 0, 0.0),
     "logit_bias": (None, {}),
@@ -45,7 +59,7 @@ class StreamOptions(BaseModel):
 class _Common(BaseModel):
     """What both kinds of completion share."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(extra="forbid")
 
     model: str | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -124,15 +138,26 @@ def read(body: bytes, kind: type[_Body]) -> _Body:
         raise ApiError(f"the body is not JSON: {error}", code="invalid_json") from error
     if not isinstance(values, dict):
         raise ApiError(f"the body must be a JSON object, not {type(values).__name__}")
+    try:
+        # JSON may spell half of a character, which no text can hold.
+        json.dumps(values, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ApiError("the body spells an unpaired surrogate: not a character") from error
     for name, neutral in _NEUTRAL.items():
-        if values.get(name) not in neutral:
+        if values.pop(name, None) not in neutral:
             raise ApiError(f"{name} is not supported here", param=name, code="unsupported")
+    for name in _IGNORED:
+        values.pop(name, None)
     try:
         return kind.model_validate(values)
     except pydantic.ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
         path = [str(part) for part in first["loc"]]
         name = path[0] if path else None
+        if first["type"] == "extra_forbidden":
+            raise ApiError(
+                f"{name} is not supported here", param=name, code="unsupported"
+            ) from error
         raise ApiError(f"{'.'.join(path)}: {first['msg']}", param=name) from error
     except RecursionError as error:
         raise ApiError("the body is nested too deeply") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -11,9 +12,8 @@ import numpy as np
 from eval.endpoint.errors import ApiError
 from eval.endpoint.replies import ChatChoice, CompletionChoice
 from eval.endpoint.requests import ChatRequest, CompletionRequest, NamedToolChoice
-from v41flash.image_files import from_data_url, to_patches
-from v41flash.image_rows import RowImage, assemble
-from v41flash.nn.vision import ImageBatch
+from v41flash.image_files import decode_data_url, from_bytes, to_patches
+from v41flash.image_rows import RowImage
 from v41flash.serving.engine import Engine, Request
 from v41flash.serving.generator import Generator
 from v41flash.text.prompt import EncodedPrompt, PromptEncoder, forced_call, images, render, to_text
@@ -21,7 +21,11 @@ from v41flash.text.prompt_messages import Piece
 
 # What OpenAI emits where a completion does not say how many tokens.
 DEFAULT_COMPLETION_TOKENS = 16
-MAX_IMAGES = 16
+MAX_IMAGES = 8
+MAX_ANSWERS = 64
+MAX_PIXELS = 1 << 24
+# A small file may unfold into many pixels: few are decoded at a time.
+_DECODERS = 2
 
 
 class Job(NamedTuple):
@@ -45,6 +49,7 @@ class Service:
         self._generator, self._config = generator, generator.config
         image_id = self._config.image_token_id if self._config.vision else None
         self._encoder = PromptEncoder(generator.tokenizer, image_id)
+        self._decoding = threading.BoundedSemaphore(_DECODERS)
 
     def check_model(self, name: str | None) -> None:
         """Raises ApiError where a request names another model."""
@@ -59,7 +64,9 @@ class Service:
         self.check_model(body.model)
         decode = self._generator.tokenizer.decode
         seed, jobs = _seed(body.seed), []
-        for prompt in _prompts(body.prompt):
+        prompts = _prompts(body.prompt)
+        self._check_answers(len(prompts) * body.choices, "prompt")
+        for prompt in prompts:
             tokens = self._generator.encode(prompt)
             for _ in range(body.choices):
                 request = Request(
@@ -77,6 +84,12 @@ class Service:
         self.check_model(body.model)
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError("top_logprobs needs logprobs to be true", param="top_logprobs")
+        self._check_answers(body.choices, "n")
+        if body.messages and body.messages[-1].get("role") == "assistant":
+            last = len(body.messages) - 1
+            raise ApiError(
+                f"messages[{last}]: the last message must not be the assistant's", param="messages"
+            )
         thinking = body.reasoning_effort not in (None, "none")
         tools, said = _tools(body, thinking)
         pieces = render(
@@ -107,10 +120,18 @@ class Service:
             jobs.append(Job(request, choice))
         return jobs
 
-    def _encode(self, pieces: Sequence[Piece]) -> tuple[EncodedPrompt, ImageBatch | None]:
+    def _check_answers(self, number: int, param: str) -> None:
+        if number > MAX_ANSWERS:
+            raise ApiError(
+                f"{number} answers in one request: at most {MAX_ANSWERS}", param=param
+            )
+        # Before anything is decoded that may have to wait.
+        self.engine.check_room(number)
+
+    def _encode(self, pieces: Sequence[Piece]) -> tuple[EncodedPrompt, tuple[RowImage, ...]]:
         pictures = images(pieces)
         if not pictures:
-            return self._encoder.encode(pieces), None
+            return self._encoder.encode(pieces), ()
         vision = self._config.vision
         if vision is None:
             raise ApiError("this model takes no images", param="messages", code="unsupported")
@@ -121,13 +142,11 @@ class Service:
             name = f"image {number}"
             if not isinstance(url, str):
                 raise ApiError(f"{name}: must be a data URL", param="messages")
-            patches.append(to_patches(vision, from_data_url(url, name), name))
+            data = decode_data_url(url, name)
+            with self._decoding:
+                patches.append(to_patches(vision, from_bytes(data, name, MAX_PIXELS), name))
         prompt = self._encoder.encode(pieces, [patch.plan.span for patch in patches])
-        row = [RowImage(*both) for both in zip(prompt.image_starts, patches, strict=True)]
-        # Powers of two: few shapes are compiled.
-        slots = 1 << (len(row) - 1).bit_length()
-        size = 1 << (max(len(patch.pixels) for patch in patches) - 1).bit_length()
-        return prompt, ImageBatch(*assemble(vision, [row], len(prompt.tokens), slots, size))
+        return prompt, tuple(map(RowImage, prompt.image_starts, patches))
 
     def _decode(self, ids: Sequence[int]) -> str:
         # The end of the message is no part of its text.

@@ -4,9 +4,13 @@
         ticket = engine.submit(Request(prompt=ids, max_tokens=64, seed=1), listener)
 
 One thread owns the device. A round of it drops what was cancelled, prefills requests into free
-slots (about a chunk of prompt tokens a round, so that those already running go on) and decodes
-some tokens of every running sequence. What a request gets does not depend on what else is running:
-it is what `Generator` gives for the same prompt, settings and seed.
+slots and decodes some tokens of every running sequence. Short prompts share a round, up to about a
+chunk of tokens; a long one is prefilled whole, and the others wait for it. What a request gets does
+not depend on what else is running: it is what `Generator` gives for the same prompt, settings and
+seed.
+
+A fault ends the request that it met; where it took the caches with it, those that ran beside it
+too, and the engine goes on with new caches. Only `MAX_FAULTS` rounds in a row that fail stop it.
 """
 
 from __future__ import annotations
@@ -24,8 +28,10 @@ import numpy as np
 
 from v41flash.cache import PAGE_TOKENS
 from v41flash.errors import InputError
+from v41flash.image_rows import RowImage, assemble
 from v41flash.nn.vision import ImageBatch
 from v41flash.serving.decode import IDLE, RUNNING, Stops
+from v41flash.serving.forward import ImageRows
 from v41flash.serving.generator import Generator, finish_reason
 from v41flash.serving.prefill import chunk_width, prefill
 from v41flash.serving.sampling import Sampling
@@ -34,6 +40,7 @@ from v41flash.serving.text_stream import TextStream
 
 _logger = logging.getLogger(__name__)
 
+MAX_FAULTS = 3
 # The likeliest tokens that a request may ask for; all of them are computed where one does.
 MAX_TOP = 20
 
@@ -58,7 +65,7 @@ class Request(NamedTuple):
         stop: texts that end it.
         top: likeliest tokens to report, at most `MAX_TOP`.
         decode: token ids to text; the tokenizer's when None.
-        images: the prompt's, for a batch of one whose `source` is [1, n]; None without any.
+        images: the prompt's, at the places of their spans.
     """
 
     prompt: np.ndarray
@@ -70,7 +77,7 @@ class Request(NamedTuple):
     stop: tuple[str, ...] = ()
     top: int = 0
     decode: Decode | None = None
-    images: ImageBatch | None = None
+    images: tuple[RowImage, ...] = ()
 
 
 class Progress(NamedTuple):
@@ -142,7 +149,14 @@ class Engine:
         counts: see `Counts`.
     """
 
-    def __init__(self, generator: Generator, *, context: int | None = None, waiting: int = 256):
+    def __init__(
+        self,
+        generator: Generator,
+        *,
+        context: int | None = None,
+        waiting: int = 256,
+        on_fault: Callable[[], None] = lambda: None,
+    ):
         """Allocates the caches and starts the thread.
 
         Args:
@@ -151,6 +165,7 @@ class Engine:
             context: see `Engine.context`; the model's positions when None. Every slot has pages
                 for so many tokens.
             waiting: requests that may wait for a slot.
+            on_fault: called from the engine's thread if it stops by itself.
 
         Raises:
             InputError: a context or a number of waiting requests that cannot be.
@@ -165,10 +180,9 @@ class Engine:
         self._slots = slots = self._options.batch_size
         pages = -(-self.context // PAGE_TOKENS)
         self._table = np.arange(slots * pages, dtype=np.int32).reshape(slots, pages)
-        self._state = State.create(generator.config, generator.weights, slots * pages, self._table)
         self._running: dict[int, Ticket] = {}
-        self._sequences = None
-        self._max_waiting = waiting
+        self._clear()
+        self._max_waiting, self._on_fault = waiting, on_fault
         self._waiting: collections.deque[Ticket] = collections.deque()
         self._changed = threading.Condition()
         self._closing = False
@@ -193,6 +207,24 @@ class Engine:
         self._thread.join()
 
     @property
+    def stopped(self) -> bool:
+        """Nothing is served any more."""
+        return self._closing
+
+    @property
+    def failed(self) -> bool:
+        """It has stopped by itself."""
+        return self._fault is not None
+
+    def check_room(self, requests: int) -> None:
+        """Raises `Busy` where so many more requests could not wait."""
+        if len(self._waiting) + requests > self._max_waiting:
+            raise Busy(
+                f"{len(self._waiting)} of at most {self._max_waiting} requests wait:"
+                " try again later"
+            )
+
+    @property
     def load(self) -> tuple[int, int]:
         """(requests running, requests waiting)."""
         return len(self._running), len(self._waiting)
@@ -215,8 +247,7 @@ class Engine:
         with self._changed:
             if self._closing:
                 raise Stopped("the engine is closed") from self._fault
-            if len(self._waiting) >= self._max_waiting:
-                raise Busy(f"{self._max_waiting} requests wait already: try again later")
+            self.check_room(1)
             self._waiting.append(ticket)
             self._changed.notify()
         return ticket
@@ -252,23 +283,43 @@ class Engine:
     # -- The thread ------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        try:
-            while self._wait():
+        faults, stopped = 0, Stopped("the engine was closed")
+        while self._wait():
+            try:
                 self._drop_cancelled()
                 self._admit()
                 if self._running:
                     self._decode()
-            fault = Stopped("the engine was closed")
-        except Exception as error:  # Whatever it is, those who wait must hear of it.
-            _logger.exception("the engine stops")
-            fault = self._fault = error
+                faults = 0
+            except Exception as fault:  # Whatever it is, those who wait must hear of it.
+                _logger.exception("a round failed")
+                faults += 1
+                self._fail(list(self._running.values()), fault)
+                self._running.clear()
+                self._clear()
+                if faults == MAX_FAULTS:
+                    stopped = self._fault = fault
+                    break
         with self._changed:
             self._closing = True
             left = [*self._running.values(), *self._waiting]
             self._running.clear()
             self._waiting.clear()
-        for ticket in left:
-            self._tell(ticket, _news(error=fault))
+        self._fail(left, stopped)
+        if self._fault is not None:
+            self._on_fault()
+
+    def _clear(self) -> None:
+        """Empty caches, no sequences."""
+        generator = self._generator
+        self._state = State.create(
+            generator.config, generator.weights, self._table.size, self._table
+        )
+        self._sequences = None
+
+    def _fail(self, tickets: Sequence[Ticket], error: Exception) -> None:
+        for ticket in tickets:
+            self._tell(ticket, _news(error=error))
 
     def _wait(self) -> bool:
         """Returns when there is something to do; False: nothing any more."""
@@ -311,11 +362,14 @@ class Engine:
 
     def _begin(self, slot: int, ticket: Ticket) -> None:
         request, options, programs = ticket.request, self._options, self._generator.programs
-        # From here on a fault has to be told to it.
+        try:
+            images = self._image_rows(request) if request.images else None
+        except Exception as fault:  # The caches are whole: it is this request's alone.
+            _logger.exception("images of a request")
+            self._fail([ticket], fault)
+            return
+        # From here on a fault is everybody's.
         self._running[slot] = ticket
-        images = None
-        if request.images is not None:
-            images = self._image_rows(request)
         logits, part = prefill(
             programs,
             self._generator.weights,
@@ -344,13 +398,15 @@ class Engine:
         first = (draw.tokens, draw.logprobs, draw.top_tokens, draw.top_logprobs)
         self._report({slot: tuple(np.asarray(x) for x in first)}, {slot: int(sequence.finish[0])})
 
-    def _image_rows(self, request: Request):
-        """Image spans of the prompt, with room for its last, padded chunk."""
-        missing = chunk_width(len(request.prompt), 1 << 30) - len(request.prompt)
-        pad = ((0, 0), (0, missing))
-        tokens = np.pad(request.prompt[None], pad)
-        images = request.images._replace(source=np.pad(np.asarray(request.images.source), pad))
-        return self._generator.programs.image_rows(self._generator.weights, tokens, images)
+    def _image_rows(self, request: Request) -> ImageRows:
+        """Image spans of the prompt, in arrays of few sizes: every size is compiled."""
+        generator, images = self._generator, request.images
+        length = chunk_width(len(request.prompt), 1 << 30)
+        tokens = np.pad(request.prompt[None], ((0, 0), (0, length - len(request.prompt))))
+        slots = 1 << (len(images) - 1).bit_length()
+        size = 1 << (max(len(image.patches.pixels) for image in images) - 1).bit_length()
+        batch = assemble(generator.config.vision, [images], length, slots, size)
+        return generator.programs.image_rows(generator.weights, tokens, ImageBatch(*batch))
 
     def _empty(self, slot: int) -> State:
         """A sequence without tokens, on the slot's pages."""
@@ -417,8 +473,13 @@ class Engine:
         self._free(ended)
 
     def _tell(self, ticket: Ticket, progress: Progress) -> None:
-        if not ticket.cancelled:
+        if ticket.cancelled:
+            return
+        try:
             ticket.listener(progress)
+        except Exception:  # A listener's fault is not the others'.
+            _logger.exception("a listener failed: its request is given up")
+            ticket.cancelled = True
 
     # -- Settings of a batch -----------------------------------------------------------------------
 

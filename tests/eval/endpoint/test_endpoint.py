@@ -1,6 +1,7 @@
 """The endpoint as the openai client sees it, over a real socket."""
 
 import contextlib
+import dataclasses
 import json
 import socket
 import threading
@@ -23,6 +24,8 @@ from v41flash.text.tokenizer import ByteTokenizer
 
 TOKENIZER = ByteTokenizer()
 CONTEXT, SLOTS, BODY, KEY = 1536, 4, 1 << 16, "a key"
+# A chat with tools in bytes is longer than what the other tests allow.
+ROOMY = dataclasses.replace(CONFIG, max_position_embeddings=2048)
 TOOLS = [
     {
         "type": "function",
@@ -37,10 +40,10 @@ TOOLS = [
 
 @pytest.fixture(scope="module")
 def generator():
-    served = Served.create(CONFIG)
+    served = Served.create(ROOMY)
     options = Options(batch_size=SLOTS, chunk=64, steps=4)
     token_map = np.arange(TOKENIZER.vocab_size)
-    generator = Generator(CONFIG, served.params, TOKENIZER, token_map=token_map, options=options)
+    generator = Generator(ROOMY, served.params, TOKENIZER, token_map=token_map, options=options)
     generator.programs = served.programs
     return generator
 
@@ -237,6 +240,9 @@ def test_forced_tool(client, generator, monkeypatch):
         (dict(top_p=0), "top_p"),
         (dict(n=100), "n"),
         (dict(presence_penalty=1), "presence_penalty is not supported"),
+        (dict(min_p=0.1), "min_p is not supported"),
+        (dict(parallel_tool_calls=False), "parallel_tool_calls"),
+        (dict(messages=[*MESSAGES, {"role": "assistant", "content": "x"}]), r"messages\[2\]"),
         (dict(response_format={"type": "json_object"}), "response_format"),
         (dict(top_logprobs=2), "needs logprobs"),
         (dict(logprobs=True, top_logprobs=21), "top_logprobs"),
@@ -268,7 +274,13 @@ def test_refused(client, fields, message):
 
 @pytest.mark.parametrize(
     ("prompt", "message"),
-    [([], "prompt"), ([[]], "at least one token"), ([-1], "token ids"), ([9999], "vocabulary")],
+    [
+        (["a"] * 65, "65 answers"),
+        ([], "prompt"),
+        ([[]], "at least one token"),
+        ([-1], "token ids"),
+        ([9999], "vocabulary"),
+    ],
 )
 def test_refused_prompts(client, prompt, message):
     with pytest.raises(openai.BadRequestError, match=message):
@@ -283,6 +295,7 @@ def test_refused_http(address):
         (httpx.post(url, headers=key, content=b"{"), 400, "not JSON"),
         (httpx.post(url, headers=key, content=b"[" * 30_000), 400, "not JSON"),
         (httpx.post(url, headers=key, content=b"[]"), 400, "object"),
+        (httpx.post(url, headers=key, content=b'{"prompt": "\\ud800"}'), 400, "surrogate"),
         (httpx.post(url, headers=key, content=b'"' + b"x" * BODY + b'"'), 413, "larger than"),
         (httpx.get(url, headers=key), 405, "Method Not Allowed"),
         (httpx.get(f"{address}/v2/completions"), 404, "Not Found"),

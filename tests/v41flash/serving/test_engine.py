@@ -140,7 +140,7 @@ def test_too_many_wait(generator):
         engine.submit(request(generator, 1), blocking)
         started.wait(300)
         engine.submit(request(generator, 1), Listener())
-        with pytest.raises(Busy, match="1 requests wait"):
+        with pytest.raises(Busy, match="1 of at most 1 requests"):
             engine.submit(request(generator, 1), Listener())
         release.set()
 
@@ -157,16 +157,42 @@ def test_closing_tells_those_under_way(generator):
         engine.submit(request(generator, 1), Listener())
 
 
-def test_a_fault_reaches_everybody(generator, engine, monkeypatch):
+def test_faults(generator, engine, monkeypatch):
+    """A fault is told, the next request is served; an engine that only fails stops."""
+    from v41flash.serving import engine as module
+
     def broken(*arguments, **keywords):
         raise RuntimeError("device lost")
 
-    monkeypatch.setattr("v41flash.serving.engine.prefill", broken)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "prefill", broken)
+        listener = Listener()
+        engine.submit(request(generator, 1), listener)
+        assert "device lost" in str(listener.all()[-1].error)
     listener = Listener()
     engine.submit(request(generator, 1), listener)
-    assert "device lost" in str(listener.all()[-1].error)
+    assert listener.all()[-1].finish is not None
+
+    monkeypatch.setattr(module, "prefill", broken)
+    for _ in range(module.MAX_FAULTS):
+        listener = Listener()
+        engine.submit(request(generator, 1), listener)
+        listener.all()
+    engine.close()
+    assert engine.stopped and engine.failed
     with pytest.raises(Stopped):
         engine.submit(request(generator, 1), Listener())
+
+
+def test_listeners_that_fail_are_given_up(generator, engine):
+    def broken(progress):
+        raise RuntimeError("no ears")
+
+    engine.submit(request(generator, 1, max_tokens=40), broken)
+    listener = Listener()
+    engine.submit(request(generator, 2), listener)
+    assert listener.all()[-1].finish is not None
+    assert not engine.failed
 
 
 @pytest.mark.parametrize(
