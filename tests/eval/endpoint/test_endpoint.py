@@ -1,31 +1,48 @@
 """The endpoint as the openai client sees it, over a real socket."""
 
+import base64
 import contextlib
-import dataclasses
+import io
 import json
 import socket
 import threading
 import time
 
 import httpx
+import jax
 import numpy as np
 import openai
 import pytest
 import uvicorn
+from PIL import Image
 
 from eval.endpoint.app import Limits, create_app
+from eval.endpoint.errors import ApiError
+from eval.endpoint.requests import ChatRequest
 from eval.endpoint.service import Service
+from tests.v41flash.nn import samples
 from tests.v41flash.serving.served import CONFIG, Served
+from v41flash.image_files import from_data_url, to_patches
+from v41flash.image_rows import RowImage, assemble
+from v41flash.nn.vision import ImageBatch
 from v41flash.serving import Generator, Options
 from v41flash.serving.engine import Engine
+from v41flash.serving.prefill import prefill
+from v41flash.serving.state import State
 from v41flash.text.prompt import PromptEncoder, forced_call, render
 from v41flash.text.prompt_reply import parse_reply
 from v41flash.text.tokenizer import ByteTokenizer
 
 TOKENIZER = ByteTokenizer()
 CONTEXT, SLOTS, BODY, KEY = 1536, 4, 1 << 16, "a key"
-# A chat with tools in bytes is longer than what the other tests allow.
-ROOMY = dataclasses.replace(CONFIG, max_position_embeddings=2048)
+# A chat with tools in bytes is longer than what other tests allow.
+ROOMY = samples.three_layers(
+    vocab_size=260,
+    image_token_id=259,
+    engram_compressed_vocab_size=260,
+    max_position_embeddings=2048,
+    vision=samples.VISION,
+)
 TOOLS = [
     {
         "type": "function",
@@ -41,7 +58,7 @@ TOOLS = [
 @pytest.fixture(scope="module")
 def generator():
     served = Served.create(ROOMY)
-    options = Options(batch_size=SLOTS, chunk=64, steps=4)
+    options = Options(batch_size=SLOTS, chunk=8, steps=4, exact=True)
     token_map = np.arange(TOKENIZER.vocab_size)
     generator = Generator(ROOMY, served.params, TOKENIZER, token_map=token_map, options=options)
     generator.programs = served.programs
@@ -142,6 +159,66 @@ def test_stop_and_default_length(client, generator):
     cut = client.completions.create(model="tiny", prompt="q", seed=11, stop=[stop]).choices[0]
     assert cut.text == whole.text[: whole.text.index(stop)]
     assert cut.finish_reason == "stop"
+
+
+def data_url(seed, size=(50, 30)):
+    """A picture of noise."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (*size[::-1], 3), np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+def look(*urls):
+    """A message with pictures."""
+    parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    return {"role": "user", "content": [{"type": "text", "text": "What is it?"}, *parts]}
+
+
+def test_images(client, generator):
+    """The first token's distribution is that of a prefill with the same images."""
+    messages = [look(data_url(1), data_url(2, (20, 80)))]
+    answer = client.chat.completions.create(
+        model="tiny", messages=messages, max_tokens=1, logprobs=True, top_logprobs=20, seed=0
+    )
+    entries = answer.choices[0].logprobs.content[0].top_logprobs
+    got = {entry.token: entry.logprob for entry in entries}
+
+    vision = ROOMY.vision
+    patches = [to_patches(vision, from_data_url(data_url(*x))) for x in ((1,), (2, (20, 80)))]
+    prompt = PromptEncoder(TOKENIZER, ROOMY.image_token_id).encode(
+        render(messages, thinking=False), [patch.plan.span for patch in patches]
+    )
+    assert answer.usage.prompt_tokens == len(prompt.tokens)
+    row = [RowImage(*both) for both in zip(prompt.image_starts, patches, strict=True)]
+    batch = ImageBatch(*assemble(vision, [row], len(prompt.tokens), 2, 16))
+    rows = generator.programs.image_rows(generator.weights, prompt.tokens[None], batch)
+    state = State.create(ROOMY, generator.weights, 4, np.arange(4)[None])
+    keywords = dict(chunk=8, exact=True, images=rows)
+    logits, _ = prefill(
+        generator.programs, generator.weights, state, [prompt.tokens], **keywords
+    )
+    truth = np.asarray(
+        jax.nn.log_softmax(np.where(generator.allowed, np.asarray(logits[0]), -np.inf))
+    )
+    spelled = {TOKENIZER.decode([token]): truth[token] for token in range(259)}
+    for token, logprob in got.items():
+        if "\ufffd" not in token and token:
+            np.testing.assert_allclose(logprob, spelled[token], atol=1e-3)
+    others = client.chat.completions.create(
+        model="tiny", messages=[look(data_url(3), data_url(4, (20, 80)))], max_tokens=1,
+        logprobs=True, top_logprobs=20, seed=0,
+    )  # fmt: skip
+    entries = others.choices[0].logprobs.content[0].top_logprobs
+    assert any(abs(got.get(entry.token, 9) - entry.logprob) > 1e-4 for entry in entries)
+
+
+def test_models_without_eyes(engine):
+    served = Served.create(CONFIG)
+    blind = Generator(CONFIG, served.params, TOKENIZER, token_map=np.arange(259))
+    body = ChatRequest(messages=[look(data_url(0))])
+    with pytest.raises(ApiError, match="takes no images"):
+        Service(blind, engine, "blind").chat(body)
 
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
@@ -253,17 +330,10 @@ def test_forced_tool(client, generator, monkeypatch):
             "hear",
         ),
         (dict(tools=TOOLS, tool_choice="required", reasoning_effort="low"), "reasoning_effort"),
-        (
-            dict(
-                messages=[
-                    {
-                        "role": "user",
-                        "content": [{"type": "image_url", "image_url": {"url": "data:,"}}],
-                    }
-                ]
-            ),
-            "takes no images",
-        ),
+        (dict(messages=[look("http://host/a.png")]), "data:image"),
+        (dict(messages=[look("data:image/png;base64,####")]), "broken base64"),
+        (dict(messages=[look("data:image/png;base64,AAAA")]), "image 0: not"),
+        (dict(messages=[look(*[data_url(0)] * 9)]), "9 images"),
     ],
 )
 def test_refused(client, fields, message):
