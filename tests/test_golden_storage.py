@@ -42,6 +42,7 @@ def test_the_draft_head_drafts_what_was_recorded(published, arrays):
         assert family.worst <= 1, family
 
 
+@pytest.mark.slow
 def test_packed_sublayers_give_what_the_engine_gave(published, arrays):
     prefix = "official_bf16."
     engine = {key.removeprefix(prefix): x for key, x in arrays.items() if key.startswith(prefix)}

@@ -47,6 +47,7 @@ def compared(tmp_path_factory):
     return config, summary, [json.loads(line) for line in lines], folder / "run"
 
 
+@pytest.mark.slow
 def test_a_run_beside_others_is_what_it_is_alone(compared):
     """Its losses, by the step that `train.main` runs, on the batches that `train.main` takes."""
     config, summary, rows, _ = compared
@@ -81,6 +82,7 @@ def test_a_run_beside_others_is_what_it_is_alone(compared):
     )
 
 
+@pytest.mark.slow
 def test_what_the_folder_holds(compared):
     _, summary, rows, folder = compared
     names = {path.name for path in folder.iterdir()}
@@ -125,6 +127,7 @@ def test_updates_are_proportional_to_the_rate(name):
     )
 
 
+@pytest.mark.slow
 def test_the_state_that_is_counted(compared):
     """AdamW: two buffers for every parameter, beside step counters."""
     config, summary, _, _ = compared

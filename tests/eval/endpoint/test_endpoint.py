@@ -18,6 +18,7 @@ from PIL import Image
 
 from eval.endpoint.app import Limits, create_app
 from eval.endpoint.errors import ApiError
+from eval.endpoint.replies import ChatChoice
 from eval.endpoint.requests import ChatRequest
 from eval.endpoint.service import Service
 from tests.v41flash.nn import samples
@@ -26,10 +27,10 @@ from v41flash.image_files import from_data_url, to_patches
 from v41flash.image_rows import RowImage, assemble
 from v41flash.nn.vision import ImageBatch
 from v41flash.serving import Generator, Options
-from v41flash.serving.engine import Engine
+from v41flash.serving.engine import Engine, Progress
 from v41flash.serving.prefill import prefill
 from v41flash.serving.state import State
-from v41flash.text.prompt import PromptEncoder, forced_call, render
+from v41flash.text.prompt import PromptEncoder, forced_call, render, to_text
 from v41flash.text.prompt_reply import parse_reply
 from v41flash.text.tokenizer import ByteTokenizer
 
@@ -269,41 +270,53 @@ def test_streams(client, generator):
     assert usage.prompt_tokens == len(prompt)
 
 
-def test_forced_tool(client, generator, monkeypatch):
-    """A model that goes on as a good one would: the call comes back as the client knows it."""
-    rest = 'string="true">the sky</｜DSML｜ parameter>\n</｜DSML｜ invoke>\n</｜DSML｜ calls>'
-    script = [*TOKENIZER.encode('<｜DSML｜ parameter name="where" ' + rest), TOKENIZER.eos_id]
-    prompt = chat_prompt(MESSAGES, tools=TOOLS, said=forced_call("look"))
-    at = len(prompt)
-    from v41flash.serving import decode
+CALL = 'string="true">the sky</｜DSML｜ parameter>\n</｜DSML｜ invoke>\n</｜DSML｜ calls>'
 
-    def scripted(logits, sampling, positions, top=0):
-        import jax.numpy as jnp
 
-        tokens = jnp.asarray(np.array(script, np.int32))[jnp.clip(positions - at, 0, None)]
-        zeros = jnp.zeros(tokens.shape, jnp.float32)
-        grid = jnp.zeros((*tokens.shape, top))
-        return decode.Draw(tokens, zeros, grid.astype(jnp.int32), grid)
+@pytest.mark.parametrize("said", [True, False], ids=["forced", "free"])
+def test_calls_of_tools(said):
+    """What an answer with a call becomes, whole and as a stream."""
+    forced = to_text(forced_call("look"))
+    text = '<｜DSML｜ parameter name="where" ' + CALL
+    said, text = (forced, text) if said else ("", "Wait." + forced + text)
+    choice = ChatChoice(0, str, thinking=False, logprobs=False, said=said)
+    none, grid = np.zeros(0, np.int32), np.zeros((0, 0))
+    deltas = []
+    for place in range(0, len(text), 7):
+        finish = "stop" if place + 7 >= len(text) else None
+        news = Progress(text[place : place + 7], none, none, grid, grid, finish)
+        deltas += choice.chunks(news)
+    whole = choice.whole()
+    assert deltas[0]["delta"]["role"] == "assistant"
+    assert deltas[-1]["finish_reason"] == whole["finish_reason"] == "tool_calls"
+    assert whole["message"]["content"] == (None if said else "Wait.")
+    (call,) = whole["message"]["tool_calls"]
+    assert call["function"]["name"] == "look"
+    assert json.loads(call["function"]["arguments"]) == {"where": "the sky"}
+    (streamed,) = [d["delta"]["tool_calls"] for d in deltas if "tool_calls" in d["delta"]]
+    assert streamed == [{"index": 0, **call}]
+    # It goes back with a result.
+    messages = [*MESSAGES, whole["message"]]
+    messages.append({"role": "tool", "tool_call_id": call["id"], "content": "blue"})
+    assert chat_prompt(messages, tools=TOOLS).size
 
-    from v41flash.serving.programs import Programs
 
-    monkeypatch.setattr(decode, "draw", scripted)
-    monkeypatch.setattr(generator, "programs", Programs(generator.programs.model))
-    choice = {"type": "function", "function": {"name": "look"}}
+@pytest.mark.parametrize(
+    "choice", ["auto", "none", "required", {"type": "function", "function": {"name": "look"}}]
+)
+def test_tool_choices(client, generator, choice):
+    settings = dict(max_tokens=5, seed=4, temperature=1.0)
     answer = client.chat.completions.create(
-        model="tiny", messages=MESSAGES, tools=TOOLS, tool_choice=choice, max_tokens=len(script)
+        model="tiny", messages=MESSAGES, tools=TOOLS, tool_choice=choice, **settings
     )
-    (got,) = answer.choices
-    assert got.finish_reason == "tool_calls"
-    (call,) = got.message.tool_calls
-    assert (call.function.name, json.loads(call.function.arguments)) == (
-        "look",
-        {"where": "the sky"},
-    )
-    # The client hands it back with a result.
-    messages = [*MESSAGES, got.message.model_dump(exclude_none=True)]
-    messages.append({"role": "tool", "tool_call_id": call.id, "content": "blue"})
-    client.chat.completions.create(model="tiny", messages=messages, tools=TOOLS, max_tokens=1)
+    said = {"auto": (), "none": (), "required": forced_call()}
+    said = forced_call("look") if isinstance(choice, dict) else said[choice]
+    prompt = chat_prompt(MESSAGES, said, tools=() if choice == "none" else TOOLS)
+    truth = alone(generator, prompt, **settings)
+    assert answer.usage.prompt_tokens == len(prompt)
+    assert answer.usage.completion_tokens == len(truth.tokens)
+    reply = parse_reply(to_text(said) + truth.text, thinking=False)
+    assert (answer.choices[0].message.content or "") == reply.answer
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,7 @@ def test_arrays_in_many_chunks(form, tmp_path, monkeypatch):
 MANY = ("w13", "wo_b", "table", "head", "main_proj")
 
 
+@pytest.mark.slow
 def test_export_in_small_pieces_and_of_large_chunks(imported, tmp_path, monkeypatch):
     _, workdir = imported
     monkeypatch.setattr(exporting, "_PIECE_BYTES", 700)
