@@ -252,7 +252,7 @@ def test_a_configuration_that_fails_is_a_mistake(tmp_path, capsys):
 
 
 def test_the_published_recipe_is_one_that_training_takes():
-    first, last = resolve_stages(v41_flash.get_config())
+    first, thawed, last = resolve_stages(v41_flash.get_config())
     tokens = [
         stage.settings.data.batch_size * stage.settings.data.sequence_length
         for stage in (first, last)
@@ -260,6 +260,8 @@ def test_the_published_recipe_is_one_that_training_takes():
     assert tokens[0] == tokens[1] == pytest.approx(100.6e6, rel=1e-3)
     assert last.settings.data.sequence_length == first.settings.model.max_position_embeddings
     optimizer = first.settings.optimizer
+    assert first.settings.train.freeze_vision and not last.settings.train.freeze_vision
+    assert thawed.start == optimizer.decay_from
     steps = (optimizer.decay_from, last.start, optimizer.decay_until, first.settings.train.steps)
     trillions = [step * tokens[0] / 1e12 for step in steps]
     assert trillions == pytest.approx([28, 34, 40, 45], rel=1e-4)
