@@ -58,6 +58,8 @@ def tree(model):
 def component(path):
     """What a parameter of the tree is counted as, by its path."""
     keys = [entry.key for entry in path]
+    if keys[0] == "images":
+        return "images"
     if keys == ["embed"] or keys == ["head"]:
         return {"embed": "embedding", "head": "head"}[keys[0]]
     if keys[-1] == "norm" and (len(keys) == 1 or keys[-2].startswith("hc_")):
@@ -82,6 +84,8 @@ def test_parameters_are_those_of_the_tree(model):
         found[component(path)] += math.prod(leaf.shape)
     counted = parameters.total(MODELS[model]())
     text = {name: n for name, n in counted.items() if name not in (*parameters.VISION, "draft")}
+    images = sum(counted.get(name, 0) for name in parameters.VISION)
+    assert found.pop("images", 0) == images
     assert text == dict(found)
 
 
