@@ -1,8 +1,9 @@
 # make train   sets up and trains configs/quickstart.py into runs/quickstart
 # make test    sets up and runs the quick tests; make test-all adds those marked slow
 # Variables: PYTHON (makes the environment), VENV (where it lies), WORKDIR (where training goes),
-# JOBS (tests at a time), JAX_PLATFORMS (what tests run on), EXTRAS (of setup.py; with cuda13-local
-# and ptxas the tests compile the kernels for a GPU, too, without having one).
+# JOBS (tests at a time), JAX_PLATFORMS (what tests run on), EXTRAS (of setup.py).
+# make extra-NAME adds an extra of setup.py to the environment: with cuda13-local (and ptxas) the
+# tests compile the kernels for a GPU, with tpu for TPUs, without having one.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -27,6 +28,9 @@ $(READY): setup.py
 	@$(PYTHON) -m venv $(VENV)
 	@$(RUN) -m pip install -qq --disable-pip-version-check -e '.[$(EXTRAS)]'
 	@touch $@
+
+extra-%: $(READY)
+	@$(RUN) -m pip install -qq --disable-pip-version-check -e '.[$*]'
 
 train: $(READY)
 	@$(RUN) -m train.main --config=configs/quickstart.py --workdir=$(WORKDIR)

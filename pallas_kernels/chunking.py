@@ -28,8 +28,18 @@ def devices() -> int:
     return math.prod(size for size, kind in kinds if kind != jax.sharding.AxisType.Manual)
 
 
+def platform() -> str:
+    """Kind of device ("cpu", "gpu", "tpu") that the present computation is compiled for.
+
+    Under a mesh (`jax.set_mesh`) it is that of the mesh, whose devices may be those of a topology
+    that is not there; otherwise the default one.
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if device is None else device.platform
+
+
 def chunk_size(queries: int, batch: int, bytes_per_query: int, multiple: int = 1) -> int:
-    """Queries per chunk whose largest temporary stays near the budget of the default backend.
+    """Queries per chunk whose largest temporary stays near the budget of the present platform.
 
     Under a mesh (`jax.set_mesh`) the budget is that of all its devices, over which the temporary is
     taken to be spread evenly; inside `jax.shard_map` shapes are local already, and so is the
@@ -44,7 +54,7 @@ def chunk_size(queries: int, batch: int, bytes_per_query: int, multiple: int = 1
     Returns:
         A chunk size that cuts `queries` into nearly equal chunks.
     """
-    on_cpu = jax.default_backend() == "cpu"
+    on_cpu = platform() == "cpu"
     budget = CPU_BUDGET_BYTES if on_cpu else ACCELERATOR_BUDGET_BYTES
     limit = max(SMALLEST_CHUNK, budget * devices() // max(1, batch * bytes_per_query))
     chunks = -(-queries // limit)

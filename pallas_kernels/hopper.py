@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 
-from pallas_kernels.chunking import devices
+from pallas_kernels.chunking import devices, platform
 
 
 def require(op: str, *, jax_release: tuple[int, int] = (0, 10)) -> None:
@@ -19,8 +19,8 @@ def require(op: str, *, jax_release: tuple[int, int] = (0, 10)) -> None:
             several, over which XLA does not partition kernels (call the op inside
             `jax.shard_map`).
     """
-    if jax.default_backend() != "gpu":
-        raise NotImplementedError(f"{op}: needs a GPU, the backend is {jax.default_backend()}")
+    if platform() != "gpu":
+        raise NotImplementedError(f"{op}: needs a GPU, the platform is {platform()}")
     capability = jax.devices()[0].compute_capability
     if capability != "9.0":
         raise NotImplementedError(f"{op}: needs compute capability 9.0, not {capability}")

@@ -110,12 +110,12 @@ class Hopper:
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments
         )
         lowered = jax.jit(function, **options).trace(*shapes).lower()
-        with _nothing_cached():
+        with nothing_cached():
             return lowered.compile()
 
 
 @contextlib.contextmanager
-def _nothing_cached():
+def nothing_cached():
     """Writes nothing to the persistent cache, which cannot read programs for absent devices."""
     name = "jax_persistent_cache_min_compile_time_secs"
     before = jax.config.jax_persistent_cache_min_compile_time_secs

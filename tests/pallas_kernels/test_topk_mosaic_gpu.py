@@ -179,5 +179,5 @@ def test_declines(monkeypatch, shape, k, dtype, reason):
 
 
 def test_declines_without_a_gpu():
-    with pytest.raises(NotImplementedError, match="the backend is cpu"):
+    with pytest.raises(NotImplementedError, match="the platform is cpu"):
         topk(jnp.zeros((2, 256)), 5, implementation="mosaic_gpu")
