@@ -105,10 +105,6 @@ def test_router_loads_lie_at_the_biases_and_count_every_token(float32_run):
         np.testing.assert_array_equal(np.asarray(leaf).sum(-1), 2 * sum(LENGTHS))
 
 
-@pytest.mark.skipif(
-    jax.__version_info__ < (0, 11),
-    reason="XLA's CPU backend of jax 0.10 lacks one of the bfloat16 products of this gradient",
-)
 def test_bfloat16_gradients_point_where_float32_ones_do():
     """Without rounding and at this seed, both make the same selections."""
     config = samples.two_layers(**samples.NO_ROUNDING)
