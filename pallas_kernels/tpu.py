@@ -4,15 +4,18 @@ A program meant for TPUs that are not there is traced under `jax.set_mesh` of a 
 topology; `require` then accepts as it does on a TPU itself. Tests on a CPU pass the parameters of
 Pallas's TPU interpret mode to a kernel, which then asks for nothing.
 
-Every kernel states its `Account`, from which come the cost that XLA's scheduler is told and the
-table of `python -m pallas_kernels.account`.
+Every kernel states its `Account` where it is called (`cost_estimate=stated(name, account)`); from it
+come the cost that XLA's scheduler is told and the table of `python -m pallas_kernels.account`.
 """
 
 from __future__ import annotations
 
+import contextvars
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
+import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -76,7 +79,7 @@ class Account:
     copies: int = 0
 
     def cost(self) -> pl.CostEstimate:
-        """For the argument `cost_estimate` of `pallas_call`."""
+        """What XLA's scheduler is told."""
         return pl.CostEstimate(
             flops=self.flops,
             bytes_accessed=self.hbm_bytes,
@@ -92,3 +95,40 @@ class Account:
         info = GENERATIONS[generation]
         memory = self.hbm_bytes / (info.mem_bw_bytes_per_second * info.num_cores)
         return max(memory, self.flops / (info.bf16_ops_per_second * info.num_cores))
+
+
+_listeners: contextvars.ContextVar[list[tuple[str, Account]] | None] = contextvars.ContextVar(
+    "listeners", default=None
+)
+
+
+def stated(name: str, account: Account) -> pl.CostEstimate:
+    """States what a kernel's call takes, while it is traced.
+
+    Args:
+        name: of the kernel, for `accounts_of`.
+        account: of this call.
+
+    Returns:
+        The argument `cost_estimate` of `pallas_call`.
+    """
+    heard = _listeners.get()
+    if heard is not None:
+        heard.append((name, account))
+    return account.cost()
+
+
+def accounts_of(function: Callable[..., Any], *arguments: Any) -> list[tuple[str, Account]]:
+    """(name, account) of every kernel that a function calls; it is traced, and not run.
+
+    Args:
+        function: of arrays, with kernels in it. A kernel inside a jitted function that was traced
+            before for the same shapes states nothing again.
+        *arguments: pytrees of `jax.ShapeDtypeStruct` or arrays.
+    """
+    token = _listeners.set([])
+    try:
+        jax.eval_shape(function, *arguments)
+        return _listeners.get()
+    finally:
+        _listeners.reset(token)

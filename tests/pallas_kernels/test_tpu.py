@@ -2,12 +2,18 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from pallas_kernels import chunking
-from pallas_kernels.tpu import GENERATIONS, LEAST_VMEM_BYTES, Account, require
+from pallas_kernels.tpu import (
+    GENERATIONS,
+    LEAST_VMEM_BYTES,
+    Account,
+    accounts_of,
+    require,
+    stated,
+)
 
 
 def tpus(count):
@@ -65,7 +71,13 @@ def test_time_is_that_of_the_matrix_unit(generation, seconds):
 
 
 def test_accounts_are_what_xla_is_told():
-    cost = Account(vmem_bytes=1, hbm_bytes=2, flops=3, transcendentals=4, copies=5).cost()
-    assert (cost.flops, cost.bytes_accessed, cost.transcendentals) == (3, 2, 4)
-    assert np.log2(LEAST_VMEM_BYTES) == 26
-    assert GENERATIONS.keys() == {"v5e", "v5p", "v6e", "tpu7x"}
+    account = Account(vmem_bytes=1, hbm_bytes=2, flops=3, transcendentals=4, copies=5)
+
+    def kernel(x):
+        cost = stated("my kernel", account)
+        assert (cost.flops, cost.bytes_accessed, cost.transcendentals) == (3, 2, 4)
+        return x
+
+    assert accounts_of(kernel, jnp.zeros(1)) == [("my kernel", account)]
+    assert accounts_of(jnp.sin, jnp.zeros(1)) == []
+    assert LEAST_VMEM_BYTES == 64 * 2**20 and len(GENERATIONS) == 4
