@@ -31,7 +31,8 @@ def accounts() -> dict[str, Mapping[str, Account]]:
 
 def table(stated: Mapping[str, Mapping[str, Account]]) -> Iterator[str]:
     """Lines of a Markdown table, one account a line."""
-    heads = ["kernel", "VMEM, MiB", "HBM, MB", "GFLOP", "copies", *(f"{g}, us" for g in GENERATIONS)]
+    heads = ["kernel", "VMEM, MiB", "HBM, MB", "GFLOP", "copies"]
+    heads += [f"{generation}, us" for generation in GENERATIONS]
     yield _row(heads)
     yield _row(["---", *["---:"] * (len(heads) - 1)])
     for op, named in stated.items():

@@ -4,8 +4,8 @@ A program meant for TPUs that are not there is traced under `jax.set_mesh` of a 
 topology; `require` then accepts as it does on a TPU itself. Tests on a CPU pass the parameters of
 Pallas's TPU interpret mode to a kernel, which then asks for nothing.
 
-Every kernel states its `Account` where it is called (`cost_estimate=stated(name, account)`); from it
-come the cost that XLA's scheduler is told and the table of `python -m pallas_kernels.account`.
+Every kernel states its `Account` where it is called (`cost_estimate=stated(name, account)`); from
+it come the cost that XLA's scheduler is told and the table of `python -m pallas_kernels.account`.
 """
 
 from __future__ import annotations
