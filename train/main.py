@@ -88,6 +88,24 @@ def parse(
     Raises:
         InputError: a flag or key that does not exist, or a value of the wrong type; one line.
     """
+    values = flags.FlagValues() if values is None else values
+    workdir = flags.DEFINE_string("workdir", None, "Folder of the run.", flag_values=values)
+    chosen = parse_config(arguments, values)
+    if not workdir.value:
+        raise _UsageError("--workdir is missing: give the folder of the run")
+    return chosen, Path(workdir.value).absolute()
+
+
+def parse_config(arguments: Sequence[str], values: flags.FlagValues) -> ConfigDict:
+    """Command line (without the program) -> configuration with its overrides.
+
+    Args:
+        arguments: the command line.
+        values: holds the flags that a program has besides; they are parsed too.
+
+    Raises:
+        InputError: a flag or key that does not exist, or a value of the wrong type; one line.
+    """
     arguments = list(arguments)
     path = _config_path(arguments)
     known = flatten(_load(path).to_dict())
@@ -97,12 +115,10 @@ def parse(
         if match and match[1] not in known:
             what = "is a section, set its keys" if match[1] in sections else "no such key"
             raise _UsageError(f"--config.{match[1]}: {what}{closest(match[1], known)}")
-    values = flags.FlagValues() if values is None else values
     argv = ["train.main", *arguments]
     config = config_flags.DEFINE_config_file(
         "config", flag_values=values, lock_config=True, sys_argv=argv
     )
-    workdir = flags.DEFINE_string("workdir", None, "Folder of the run.", flag_values=values)
     try:
         rest = values(argv)
         chosen = config.value
@@ -110,9 +126,7 @@ def parse(
         raise _UsageError(_one_line(error)) from error
     if len(rest) > 1:
         raise _UsageError(f"{rest[1]!r} is no flag: write --name=value")
-    if not workdir.value:
-        raise _UsageError("--workdir is missing: give the folder of the run")
-    return chosen, Path(workdir.value).absolute()
+    return chosen
 
 
 def _join_processes() -> None:

@@ -94,7 +94,7 @@ def prepare(stages: tuple[stages_lib.Stage, ...], workdir: Path, saved: Saved | 
         pipeline.check_config(stage.settings.data)
     mesh = sharding.make_mesh(settings.mesh.sizes())
     for stage in stages:
-        _check_layout(stage.settings, mesh)
+        check_layout(stage.settings, mesh)
     optimizer = optimizer_lib.build(settings.optimizer, mesh)
     models = tuple(
         ced.CED(stage.settings.model, stage.settings.kernels, indexer_loss=True) for stage in stages
@@ -126,7 +126,12 @@ def _check_folder(workdir: Path) -> None:
         raise SettingsError(f"--workdir={workdir}: must be a folder that can be written to")
 
 
-def _check_layout(settings: Settings, mesh: Mesh) -> None:
+def check_layout(settings: Settings, mesh: Mesh) -> None:
+    """Refuses a batch that does not divide over the mesh.
+
+    Raises:
+        SettingsError: one line that names the key.
+    """
     batch, accumulation = settings.data.batch_size, settings.train.accumulation
     shards, hosts = step_lib.data_shards(mesh), jax.process_count()
     if batch % (accumulation * shards):
@@ -140,9 +145,11 @@ def _check_layout(settings: Settings, mesh: Mesh) -> None:
             f"which must be a multiple of the {hosts} hosts"
         )
     length, context = settings.data.sequence_length, mesh.shape["context"]
-    if length % context:
+    aligned = context * ced.ALIGNMENT if context > 1 else 1
+    if length % aligned:
         raise SettingsError(
-            f"data.sequence_length = {length}: must be a multiple of mesh.context {context}"
+            f"data.sequence_length = {length}: must be a multiple of {aligned}, which is "
+            f"{ced.ALIGNMENT} times mesh.context"
         )
     slots = settings.data.image_slots
     if settings.data.image_field and slots % context:

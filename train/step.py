@@ -364,6 +364,18 @@ def make_train_step(
     return step
 
 
+def jit_train_step(step: Any, abstract: TrainState, batch: Batch, mesh: Mesh) -> Any:
+    """Jits a step for its layout; arguments as for `compile_train_step`."""
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
+    batch_shardings = jax.tree.map(lambda leaf: leaf.sharding, dict(batch))
+    return jax.jit(
+        step,
+        in_shardings=(shardings, batch_shardings),
+        out_shardings=(shardings, NamedSharding(mesh, PartitionSpec())),
+        donate_argnums=0,
+    )
+
+
 def compile_train_step(
     step: Any,
     abstract: TrainState,
@@ -383,14 +395,7 @@ def compile_train_step(
     Returns:
         The compiled executable; call it as `step`.
     """
-    shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
-    batch_shardings = jax.tree.map(lambda leaf: leaf.sharding, dict(batch))
-    jitted = jax.jit(
-        step,
-        in_shardings=(shardings, batch_shardings),
-        out_shardings=(shardings, NamedSharding(mesh, PartitionSpec())),
-        donate_argnums=0,
-    )
+    jitted = jit_train_step(step, abstract, batch, mesh)
     return jitted.lower(abstract, dict(batch)).compile(compiler_options)
 
 

@@ -148,4 +148,4 @@ def test_slots_must_divide_over_the_context_axis(tmp_path):
         (1, 1, 1, 2, 1), ("data", "fsdp", "expert", "context", "tensor")
     )
     with pytest.raises(settings.SettingsError, match="data.image_slots = 1: must be a multiple"):
-        plan._check_layout(settled, mesh)
+        plan.check_layout(settled, mesh)
