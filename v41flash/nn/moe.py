@@ -140,7 +140,7 @@ class MoE(nn.Module):
         place = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=order.dtype))
         routed = routed[place].reshape(count, k, d).astype(jnp.float32).sum(axis=1)
 
-        # Over two axes: jax 0.10 on the CPU cannot run the bfloat16 weight gradient of "nd,djf->njf".
+        # Over two axes: jax 0.10 on the CPU lacks the bfloat16 weight gradient of "nd,djf->njf".
         up = contract("btd,djf->btjf", x_BxTxd, shared_w13).reshape(count, 2 * shared)
         own = contract("nf,fd->nd", self._swiglu(up, None), shared_w2)
         out = (own.astype(jnp.float32) + routed).astype(x.dtype)
