@@ -7,10 +7,11 @@ import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.fp4 import row_bytes
-from pallas_kernels.sparse_attention import mosaic_gpu, mosaic_gpu_mass, reference
+from pallas_kernels.sparse_attention import mosaic_gpu, mosaic_gpu_mass, mosaic_tpu, reference
 
 ATTENTION_IMPLEMENTATIONS = {
     "mosaic_gpu": mosaic_gpu.sparse_attention,
+    "mosaic_tpu": mosaic_tpu.sparse_attention,
     "xla": reference.sparse_attention,
 }
 # The kernel has not been timed: it runs where it is asked for.
@@ -73,8 +74,8 @@ def sparse_attention(
         scale: of the logits; `D ** -0.5` when None.
         chunk: queries at a time (rounded up where that is needed); chosen from a memory budget when
             None. Memory, in the backward pass too, does not grow with `T * G`.
-        implementation: "mosaic_gpu" (Hopper), "xla", a sequence of names to be tried in order, or
-            None for the best.
+        implementation: "mosaic_gpu" (Hopper), "mosaic_tpu", "xla", a sequence of names to be tried
+            in order, or None for the best.
 
     Returns:
         out: `[B, T, H, D]` in the dtype of `q`; 0 for a query without any key.

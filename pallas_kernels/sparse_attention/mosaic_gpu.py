@@ -574,20 +574,8 @@ def _attention_backward(window, scale, residuals, cotangents):
             *arguments, *result, *cotangents, **keywords
         )
     except NotImplementedError:  # packed main rows, which have no gradient, or D = 256
-        dq, dwindow, dmain, dsink = _reference_backward(arguments, cotangents, **keywords)
+        dq, dwindow, dmain, dsink = reference.backward(arguments, cotangents, **keywords)
     return dq, dwindow, None, None, dmain, None, dsink
-
-
-def _reference_backward(arguments, cotangents, **keywords):
-    q, window_rows, lo, hi, main_rows, indices, sink = arguments
-    packed = main_rows is not None and main_rows.dtype == jnp.uint8
-
-    def again(q, window_rows, main, sink):
-        main = main_rows if packed else main
-        return reference.sparse_attention(q, window_rows, lo, hi, main, indices, sink, **keywords)
-
-    _, pullback = jax.vjp(again, q, window_rows, None if packed else main_rows, sink)
-    return pullback(cotangents)
 
 
 _attention.defvjp(_attention_forward, _attention_backward)

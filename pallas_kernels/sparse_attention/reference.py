@@ -178,6 +178,25 @@ def sparse_attention(
     return map_queries(body, (q, window_lo, window_hi, *selection), chunk)
 
 
+def backward(arguments, cotangents, **keywords):
+    """Gradients in q, window rows, main rows and sink; None for main rows that are packed.
+
+    Args:
+        arguments: positional ones of `sparse_attention`.
+        cotangents: of its results.
+        **keywords: its keyword arguments.
+    """
+    q, window_rows, lo, hi, main_rows, indices, sink = arguments
+    packed = main_rows is not None and main_rows.dtype == jnp.uint8
+
+    def again(q, window_rows, main, sink):
+        main = main_rows if packed else main
+        return sparse_attention(q, window_rows, lo, hi, main, indices, sink, **keywords)
+
+    _, pullback = jax.vjp(again, q, window_rows, None if packed else main_rows, sink)
+    return pullback(cotangents)
+
+
 def selected_mass(
     q, main_rows, indices, lse_with_sink, *, main_lo=None, main_hi=None, scale=None, chunk=None
 ):
