@@ -71,13 +71,13 @@ def get_config():
 
     config.optimizer.learning_rate = 2e-3
     config.optimizer.warmup_steps = 30
-    config.optimizer.decay_from = 300
-    config.optimizer.decay_until = 600
+    config.optimizer.decay_from = 500
+    config.optimizer.decay_until = 1200
 
-    config.train.steps = 600
+    config.train.steps = 1200
     config.train.log_every = 20
     config.train.checkpoint_every = 100
-    config.eval.every = 200
+    config.eval.every = 400
     config.eval.batches = 2
     config.eval.byte_ngram = False
     # Text alone does not say what is on a page.
