@@ -7,10 +7,18 @@ import jax.numpy as jnp
 from jax.experimental import checkify
 
 from pallas_kernels.dispatch import Implementation, dispatch
-from pallas_kernels.topk import mosaic_gpu, reference
+from pallas_kernels.topk import mosaic_gpu, mosaic_tpu, reference
 
-IMPLEMENTATIONS = {"mosaic_gpu": mosaic_gpu.topk, "xla": reference.topk}
-BLOCKS_IMPLEMENTATIONS = {"mosaic_gpu": mosaic_gpu.topk_blocks, "xla": reference.topk_blocks}
+IMPLEMENTATIONS = {
+    "mosaic_gpu": mosaic_gpu.topk,
+    "mosaic_tpu": mosaic_tpu.topk,
+    "xla": reference.topk,
+}
+BLOCKS_IMPLEMENTATIONS = {
+    "mosaic_gpu": mosaic_gpu.topk_blocks,
+    "mosaic_tpu": mosaic_tpu.topk_blocks,
+    "xla": reference.topk_blocks,
+}
 ORDERS = ("score", "index")
 
 __all__ = ["topk", "topk_blocks"]
@@ -36,8 +44,8 @@ def topk(
         lengths: i32 `[...]`: only the first `lengths` scores of a row take part. None: all do.
         order: "score" sorts by decreasing score, among equals by index; "index" by index alone,
             which costs kernels less.
-        implementation: "mosaic_gpu", "xla", a sequence of names to be tried in order, or None for
-            the best.
+        implementation: "mosaic_gpu", "mosaic_tpu", "xla", a sequence of names to be tried in order,
+            or None for the best.
 
     Returns:
         i32 `[..., k]` in the order asked for, -1 at the end where fewer than k scores can be

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.measure import Benchmark, Variant
-from pallas_kernels.topk import mosaic_gpu, topk, topk_blocks
+from pallas_kernels.topk import mosaic_gpu, mosaic_tpu, topk, topk_blocks
 from pallas_kernels.topk.mosaic_gpu import TABLE, TuningConfig
+from pallas_kernels.tpu import Account
 from pallas_kernels.tuning import Tuning
 
 # Of a call that takes less time than it takes to start one.
@@ -119,6 +120,17 @@ def benchmark(name: str) -> Benchmark:
         },
         rivals={} if case.block > 1 else {"lax.top_k": variant(lambda _: largest)},
     )
+
+
+def tpu_accounts() -> dict[str, Account]:
+    """What the TPU kernel takes for the benchmarks that it does in one round."""
+    return {
+        f"{name}, {case.k} of {' x '.join(map(str, case.shape))}": mosaic_tpu.account(
+            *case.shape, case.k, case.block
+        )
+        for name, case in BENCHMARKS.items()
+        if name in ("C1", "C3", "C5", "C6_64")
+    }
 
 
 def tuning(name: str) -> Tuning:

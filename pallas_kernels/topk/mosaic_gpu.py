@@ -32,6 +32,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import hopper
+from pallas_kernels.topk.batching import batched
 from pallas_kernels.tuning import Table
 from pallas_kernels.warpgroup import COMPILER_PARAMS, SCRATCH_WORDS, THREADS, Warpgroup
 
@@ -128,26 +129,7 @@ def _checked(op, scores, k, lengths, block, order, config, interpret):
         _select, k=k, block=block, order=order, config=config, interpret=interpret
     )
     scores = lax.stop_gradient(scores)
-    return _batched(select, *((scores,) if lengths is None else (scores, lengths)))
-
-
-def _batched(select, *arguments):
-    """`select` of `[rows, size]` and `[rows]`, over any leading axes and under `jax.vmap`."""
-
-    @jax.custom_batching.custom_vmap
-    def flat(scores, *lengths):
-        rows = scores.reshape(-1, scores.shape[-1])
-        return select(rows, *(n.reshape(-1) for n in lengths)).reshape(*scores.shape[:-1], -1)
-
-    @flat.def_vmap
-    def batch(axis_size, batched, *arguments):
-        arguments = (
-            x if is_batched else jnp.broadcast_to(x, (axis_size, *x.shape))
-            for x, is_batched in zip(arguments, batched, strict=True)
-        )
-        return _batched(select, *arguments), True
-
-    return flat(*arguments)
+    return batched(select, *((scores,) if lengths is None else (scores, lengths)))
 
 
 def _select(scores, lengths=None, *, k, block, order, config, interpret):
