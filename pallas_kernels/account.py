@@ -13,17 +13,17 @@ import argparse
 import importlib
 import pathlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from pallas_kernels.tpu import GENERATIONS, Account
 
 
-def accounts() -> dict[str, Mapping[str, Account]]:
-    """{op: {what: account}} of the ops that state any."""
+def stating() -> dict[str, Callable[[], Mapping[str, Account]]]:
+    """{op: its `tpu_accounts`} of the ops that have it."""
     folders = sorted(path.parent.name for path in pathlib.Path(__file__).parent.glob("*/cases.py"))
     modules = {name: importlib.import_module(f"pallas_kernels.{name}.cases") for name in folders}
     return {
-        name: module.tpu_accounts()
+        name: module.tpu_accounts
         for name, module in modules.items()
         if hasattr(module, "tpu_accounts")
     }
@@ -55,7 +55,7 @@ def _row(cells: list[str]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit status."""
-    known = accounts()
+    known = stating()
     parser = argparse.ArgumentParser(
         prog="python -m pallas_kernels.account", description=__doc__.splitlines()[0]
     )
@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
         "--op", choices=list(known), help="default: all", action="append", metavar="NAME"
     )
     chosen = parser.parse_args(argv).op or list(known)
-    print(*table({op: known[op] for op in chosen}), sep="\n")
+    print(*table({op: known[op]() for op in chosen}), sep="\n")
     return 0
 
 

@@ -119,16 +119,20 @@ def stated(name: str, account: Account) -> pl.CostEstimate:
 
 
 def accounts_of(function: Callable[..., Any], *arguments: Any) -> list[tuple[str, Account]]:
-    """(name, account) of every kernel that a function calls; it is traced, and not run.
+    """(name, account) of every kernel that a function calls on a TPU; it is traced, and not run.
 
     Args:
         function: of arrays, with kernels in it. A kernel inside a jitted function that was traced
             before for the same shapes states nothing again.
         *arguments: pytrees of `jax.ShapeDtypeStruct` or arrays.
     """
+    device = jax.sharding.AbstractDevice(device_kind="TPU v5p", num_cores=2, platform="tpu")
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.sharding.AbstractMesh((1,), ("device",), auto, abstract_device=device)
     token = _listeners.set([])
     try:
-        jax.eval_shape(function, *arguments)
+        with jax.sharding.use_abstract_mesh(mesh):
+            jax.eval_shape(function, *arguments)
         return _listeners.get()
     finally:
         _listeners.reset(token)

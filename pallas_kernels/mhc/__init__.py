@@ -15,7 +15,7 @@ from __future__ import annotations
 import jax
 
 from pallas_kernels.dispatch import Implementation, dispatch
-from pallas_kernels.mhc import reference
+from pallas_kernels.mhc import mosaic_tpu, reference
 from pallas_kernels.mhc.reference import Coefficients
 
 __all__ = [
@@ -32,11 +32,17 @@ __all__ = [
     "write_read",
 ]
 
-COEFFICIENTS_IMPLEMENTATIONS = {"xla": reference.coefficients}
-MIX_IMPLEMENTATIONS = {"xla": reference.mix}
-READ_IMPLEMENTATIONS = {"xla": reference.read}
-WRITE_IMPLEMENTATIONS = {"xla": reference.write}
-WRITE_READ_IMPLEMENTATIONS = {"xla": reference.write_read}
+COEFFICIENTS_IMPLEMENTATIONS = {
+    "mosaic_tpu": mosaic_tpu.coefficients,
+    "xla": reference.coefficients,
+}
+MIX_IMPLEMENTATIONS = {"mosaic_tpu": mosaic_tpu.mix, "xla": reference.mix}
+READ_IMPLEMENTATIONS = {"mosaic_tpu": mosaic_tpu.read, "xla": reference.read}
+WRITE_IMPLEMENTATIONS = {"mosaic_tpu": mosaic_tpu.write, "xla": reference.write}
+WRITE_READ_IMPLEMENTATIONS = {
+    "mosaic_tpu": mosaic_tpu.write_read,
+    "xla": reference.write_read,
+}
 
 
 def coefficients(

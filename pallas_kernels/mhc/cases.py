@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+
+from pallas_kernels import mhc, tpu
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +37,8 @@ CASES = {
     "published_sweeps": Case((2, 7)),
     "two_streams": Case((1, 5), streams=2, channels=9),
     "one_token": Case((1,), channels=40),
+    "whole_lanes": Case((3, 7), channels=256),
+    "eight_streams": Case((9,), streams=8, channels=128, sinkhorn_iters=2),
 }
 
 BENCHMARKS = {
@@ -72,3 +80,38 @@ def arguments(case: Case, dtype: Any = np.float32, seed: int = 0) -> dict[str, A
         "norm_weight": positive(d),
         "sinkhorn_iters": case.sinkhorn_iters,
     }
+
+
+def tpu_accounts() -> dict[str, tpu.Account]:
+    """What the TPU kernels take at the published shape, bfloat16 streams, with their gradients."""
+    case = BENCHMARKS["published_4k"]
+    n, d = case.streams, case.channels
+
+    def floats(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    shapes = {
+        "streams": jax.ShapeDtypeStruct((*case.lead, n, d), jnp.bfloat16),
+        "out": jax.ShapeDtypeStruct((*case.lead, d), jnp.bfloat16),
+        "post": floats(*case.lead, n),
+        "comb": floats(*case.lead, n, n),
+        "pre": floats(*case.lead, n),
+        "fn": floats((2 + n) * n, n * d),
+        "base": floats((2 + n) * n),
+        "scale": floats(3),
+        "norm_weight": floats(d),
+    }
+
+    def gradients(op):
+        def run(*arguments):
+            kernel = functools.partial(op, implementation="mosaic_tpu")
+            results, transpose = jax.vjp(kernel, *arguments)
+            return transpose(results)
+
+        return run
+
+    accounts = {}
+    for op in (mhc.write_read, mhc.read, mhc.write, mhc.mix):
+        ordered = [shapes[name] for name in inspect.signature(op).parameters if name in shapes]
+        accounts |= dict(tpu.accounts_of(gradients(op), *ordered))
+    return accounts

@@ -13,7 +13,8 @@ def test_table():
 
 
 def test_every_kernel_fits_the_least_vector_memory():
-    for op, named in account.accounts().items():
+    for op, stating in account.stating().items():
+        named = stating()
         assert named, op
         for what, stated in named.items():
             assert 0 < stated.vmem_bytes < LEAST_VMEM_BYTES, (op, what)

@@ -16,7 +16,7 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "unit" / "hc_sinkhorn.npz"
 COEFFICIENT_NAMES = ("streams", "fn", "base", "scale")
 WRITE_NAMES = ("streams", "out", "post", "comb")
 
-jitted = jax.jit(mhc.write_read, static_argnames=("sinkhorn_iters", "implementation"))
+jitted = jax.jit(mhc.write_read, static_argnames="sinkhorn_iters")
 
 
 def sigmoid(x):
@@ -82,20 +82,18 @@ def test_recorded_coefficients(iters):
         np.testing.assert_allclose(post, numbers[f"{case}.iters20.post"], atol=2e-7)
 
 
-@pytest.mark.parametrize("implementation", mhc.WRITE_READ_IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", CASES)
-def test_write_read_equals_loop(name, implementation):
+def test_write_read_equals_loop(name):
     args = arguments(CASES[name])
-    results = spread(jitted(**args, implementation=implementation))
+    results = spread(jitted(**args))
     for actual, expected in zip(results, loop_write_read(args), strict=True):
         assert actual.dtype == jnp.float32
         np.testing.assert_allclose(actual, expected, atol=5e-6)
 
 
-@pytest.mark.parametrize("implementation", mhc.WRITE_READ_IMPLEMENTATIONS)
-def test_bfloat16_streams(implementation):
+def test_bfloat16_streams():
     args = arguments(CASES["published_sweeps"], jnp.bfloat16)
-    streams, x, coefficients = jitted(**args, implementation=implementation)
+    streams, x, coefficients = jitted(**args)
     assert streams.dtype == x.dtype == jnp.bfloat16
     assert {c.dtype for c in coefficients} == {jnp.dtype(jnp.float32)}
     expected, _, *_ = loop_write_read(args)
