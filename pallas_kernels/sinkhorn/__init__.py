@@ -5,12 +5,15 @@ from __future__ import annotations
 import jax
 
 from pallas_kernels.dispatch import Implementation, dispatch
-from pallas_kernels.sinkhorn import reference
+from pallas_kernels.sinkhorn import mosaic_tpu, reference
 
 __all__ = ["IMPLEMENTATIONS", "UPDATE_IMPLEMENTATIONS", "sinkhorn", "sinkhorn_update"]
 
-IMPLEMENTATIONS = {"xla": reference.sinkhorn}
-UPDATE_IMPLEMENTATIONS = {"xla": reference.sinkhorn_update}
+IMPLEMENTATIONS = {"mosaic_tpu": mosaic_tpu.sinkhorn, "xla": reference.sinkhorn}
+UPDATE_IMPLEMENTATIONS = {
+    "mosaic_tpu": mosaic_tpu.sinkhorn_update,
+    "xla": reference.sinkhorn_update,
+}
 
 
 def sinkhorn(

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import tpu
 from pallas_kernels.measure import Benchmark, Variant
 from pallas_kernels.sinkhorn import sinkhorn_update
 
@@ -59,6 +60,17 @@ def arguments(case: Case, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     remembered = touched | (rng.random(rows) < 0.5) & (case.touched > 0)
     gradient = rng.normal(size=case.shape) * size * touched
     return gradient, rng.normal(size=case.shape) * size * remembered * 0.3
+
+
+def tpu_accounts() -> dict[str, tpu.Account]:
+    """What each pass over the embedding and the Engram table takes, float32 between the passes."""
+    accounts = {}
+    for name in ("E1", "E2"):
+        shape = jax.ShapeDtypeStruct(BENCHMARKS[name].shape, jnp.float32)
+        update = functools.partial(sinkhorn_update, implementation="mosaic_tpu")
+        stated = tpu.accounts_of(update, shape, shape)
+        accounts |= {f"{name} {what}": account for what, account in stated}
+    return accounts
 
 
 def benchmark(name: str) -> Benchmark:

@@ -7,13 +7,13 @@ import jax.numpy as jnp
 
 # Squares of float32 entries below 1e-19 underflow. Gradients get there, and nothing has to grow as
 # far in the other direction, so norms are taken of entries multiplied by this power of two.
-_LIFT = 2.0**24
+LIFT = 2.0**24
 
 
 def norms(matrix: jax.Array, axis: int, scales: jax.Array | float = 1.0) -> jax.Array:
     """2-norms of `matrix * scales` along an axis, which is kept with size 1."""
-    lifted = matrix * jnp.asarray(scales * _LIFT, matrix.dtype)
-    return jnp.sqrt(jnp.sum(jnp.square(lifted), axis=axis, keepdims=True)) / _LIFT
+    lifted = matrix * jnp.asarray(scales * LIFT, matrix.dtype)
+    return jnp.sqrt(jnp.sum(jnp.square(lifted), axis=axis, keepdims=True)) / LIFT
 
 
 def row_mask(rho: jax.Array, tau: float) -> jax.Array:

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels.sinkhorn import UPDATE_IMPLEMENTATIONS, sinkhorn, sinkhorn_update
+from pallas_kernels.sinkhorn import sinkhorn, sinkhorn_update
 from pallas_kernels.sinkhorn.cases import CASES, Case, arguments
 from tests.v41flash.optim import numpy_optimizers
 
-jitted = jax.jit(sinkhorn_update, static_argnames=("iterations", "dtype", "implementation"))
+jitted = jax.jit(sinkhorn_update, static_argnames=("iterations", "dtype"))
 
 
 def truth(gradient, momentum, **keywords):
@@ -21,19 +21,14 @@ def truth(gradient, momentum, **keywords):
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("implementation", UPDATE_IMPLEMENTATIONS)
-def test_update_equals_numpy(implementation, name):
+def test_update_equals_numpy(name):
     gradient, momentum = arguments(CASES[name])
     expected = truth(gradient, momentum)
     with jax.enable_x64(True):
         arrays = jnp.asarray(gradient), jnp.asarray(momentum)
-        for got, want in zip(
-            sinkhorn_update(*arrays, implementation=implementation), expected, strict=True
-        ):
+        for got, want in zip(sinkhorn_update(*arrays), expected, strict=True):
             np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12 * np.abs(want).max())
-    single = jitted(
-        gradient.astype(np.float32), momentum.astype(np.float32), implementation=implementation
-    )
+    single = jitted(gradient.astype(np.float32), momentum.astype(np.float32))
     for got, want in zip(single, expected, strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
 
