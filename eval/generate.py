@@ -4,10 +4,13 @@
     python -m eval.generate --workdir=DIR --prompt_file=FILE       # "-" reads standard input
     python -m eval.generate --workdir=DIR --prompt="Why?" --effort=75
     python -m eval.generate --workdir=DIR                          # a conversation, line by line
+    python -m eval.generate --workdir=DIR --store=FOLDER           # that goes on where it was left
 
 A prompt is continued as it stands, unless --chat or --effort make it a user's message: --effort
 (1 .. 100 or low, high, max) lets the assistant reason first. Without a prompt every line of the
-standard input is a message of one conversation. Standard output gets the text as it comes and
+standard input is a message of one conversation. With --store, what has been said before costs no
+prefill, in a later process either (--store_gb, --store_hours, --host_gb and --host_minutes bound
+what is kept). Standard output gets the text as it comes and
 nothing else; tokens per second and the size of the caches go to standard error. Exit status: 0,
 2 the flags or the run folder are wrong, 130 interrupted.
 """
@@ -21,6 +24,8 @@ from typing import Any, NamedTuple, TextIO
 
 from absl import flags
 
+from eval import store_flags
+from eval.store_flags import StoreFlags
 from v41flash.errors import InputError
 from v41flash.serving import Generator, Options, Statistics
 from v41flash.text.prompt import PromptEncoder, effort_value, render
@@ -43,6 +48,7 @@ class Arguments(NamedTuple):
         system: text before a conversation.
         settings: of `Generator.stream`.
         options: of the generator.
+        store: where prefixes are kept.
     """
 
     workdir: Path
@@ -53,6 +59,7 @@ class Arguments(NamedTuple):
     system: str
     settings: dict[str, Any]
     options: Options
+    store: StoreFlags
 
 
 def parse(arguments: Sequence[str]) -> Arguments:
@@ -80,6 +87,7 @@ def parse(arguments: Sequence[str]) -> Arguments:
     flags.DEFINE_integer("replay", None, "Tokens of the decoder's replay.", **here)
     flags.DEFINE_boolean("speculate", True, "Use the draft head, if there is one.", **here)
     flags.DEFINE_integer("chunk", Options.chunk, "Prompt tokens per step.", **here)
+    store_flags.define(values)
     try:
         rest = values(["eval.generate", *arguments])
     except flags.Error as error:
@@ -113,6 +121,7 @@ def parse(arguments: Sequence[str]) -> Arguments:
             replay=values.replay,
             speculate=values.speculate,
         ),
+        store=store_flags.read(values),
     )
 
 
@@ -174,11 +183,18 @@ def report(statistics: Statistics) -> str:
     if s.rounds:
         length = 1 + s.accepted / s.rounds
         drafts = f"; {s.rounds:,} drafts checked, {length:.2f} tokens each"
+    store = ""
+    if s.store is not None:
+        store = (
+            f"; store: {s.cached_tokens:,} tokens found, {s.replayed_tokens:,} of them replayed,"
+            f" {s.store.written:,} pages written, {s.store.damaged:,} damaged,"
+            f" {s.store_bytes_per_token:,.3f} bytes/token on disk"
+        )
     return (
         f"prefill {s.prompt_tokens:,} tokens, {s.prefill_seconds:.2f} s ({prefill:,.1f} tokens/s);"
         f" decode {s.tokens:,} tokens, {s.decode_seconds:.2f} s ({speed:,.1f} tokens/s), both with"
         f" compilation; global cache {s.cache_bytes_per_token:,.0f} bytes/token,"
-        f" {s.cache_bytes:,} bytes allocated; window rows {s.window_bytes:,} bytes{drafts}"
+        f" {s.cache_bytes:,} bytes allocated; window rows {s.window_bytes:,} bytes{drafts}{store}"
     )
 
 
@@ -191,7 +207,10 @@ def run(arguments: Arguments, lines: Iterable[str], out: TextIO) -> Statistics:
         out: for the text.
     """
     generator = Generator.from_workdir(
-        arguments.workdir, step=arguments.step, options=arguments.options
+        arguments.workdir,
+        step=arguments.step,
+        options=arguments.options,
+        prefix_store=arguments.store.open(),
     )
     if arguments.prompt is not None and not arguments.chat:
         _write(generator, arguments.prompt, arguments, out)

@@ -8,9 +8,11 @@
 Chat completions and completions: streaming, log-probabilities, usage, seed, stop texts, reasoning
 effort (`reasoning_effort`: 1 .. 100, low, high or max), tools, and images as data URLs where the
 model sees. Requests that come together are decoded together (continuous batching); what one gets
-does not depend on the others. The endpoint listens to this machine alone unless --host says
-otherwise; an API key is asked for where the environment variable V41FLASH_API_KEY holds one. Needs
-`pip install 'v41flash[serve]'`. Exit status: 0 stopped, 2 the flags or the run folder are wrong.
+does not depend on the others. With --store, prompts that begin alike share their prefill, in later
+processes, too (docs/serving.md says what that means for results). The endpoint listens to this
+machine alone unless --host says otherwise; an API key is asked for where the environment variable
+V41FLASH_API_KEY holds one. Needs `pip install 'v41flash[serve]'`. Exit status: 0 stopped, 2 the
+flags or the run folder are wrong.
 """
 
 from __future__ import annotations
@@ -25,8 +27,10 @@ from typing import NamedTuple
 import uvicorn
 from absl import flags
 
+from eval import store_flags
 from eval.endpoint.app import MAX_BODY_BYTES, Limits, create_app
 from eval.endpoint.service import Service
+from eval.store_flags import StoreFlags
 from v41flash.errors import InputError
 from v41flash.serving import Generator, Options
 from v41flash.serving.engine import Engine
@@ -47,6 +51,7 @@ class Arguments(NamedTuple):
         waiting: requests that may wait.
         max_body_mb: largest request.
         options: of the generator.
+        store: where prefixes are kept.
     """
 
     workdir: Path
@@ -58,6 +63,7 @@ class Arguments(NamedTuple):
     waiting: int
     max_body_mb: int
     options: Options
+    store: StoreFlags
 
 
 def parse(arguments: Sequence[str]) -> Arguments:
@@ -80,6 +86,7 @@ def parse(arguments: Sequence[str]) -> Arguments:
     flags.DEFINE_integer("waiting", 256, "Requests that may wait.", **here)
     flags.DEFINE_integer("max_body_mb", MAX_BODY_BYTES >> 20, "Largest request.", 1, **here)
     flags.DEFINE_boolean("exact", False, "Prefill by all layers over all tokens.", **here)
+    store_flags.define(values)
     try:
         rest = values(["eval.serve", *arguments])
     except flags.Error as error:
@@ -105,6 +112,7 @@ def parse(arguments: Sequence[str]) -> Arguments:
             exact=values.exact,
             speculate=False,
         ),
+        store=store_flags.read(values),
     )
 
 
@@ -132,7 +140,10 @@ def main(arguments: Sequence[str]) -> int:
     try:
         values = parse(arguments)
         generator = Generator.from_workdir(
-            values.workdir, step=values.step, options=values.options
+            values.workdir,
+            step=values.step,
+            options=values.options,
+            prefix_store=values.store.open(),
         )
         engine = Engine(
             generator, context=values.context, waiting=values.waiting, on_fault=end

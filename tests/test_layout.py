@@ -26,6 +26,11 @@ LIGHT = {
     "v41flash.config_checks": {"v41flash.config"},
     "v41flash.presets": {"v41flash.config"},
     "v41flash.accounting": {"v41flash.config", "v41flash.presets"},
+    "v41flash.tiers.keys": {"numpy", "v41flash.errors"},
+    "v41flash.tiers.page_file": {"v41flash.tiers"},
+    "v41flash.tiers.disk": {"v41flash.errors", "v41flash.tiers"},
+    "v41flash.tiers.host": {"v41flash.errors"},
+    "v41flash.tiers.device": set(),
 }
 TOP_LEVEL_FOLDERS = {".ci", "docs", *PARTS}
 TOP_LEVEL_FILES = {

@@ -328,6 +328,21 @@ class GlobalCache:
             keys=(*self.keys[:source], written_keys, *self.keys[source + 1 :]),
         )
 
+    def read_pages(self, pages: jax.Array) -> tuple[jax.Array, ...]:
+        """Whole pages as they are stored: per source its main rows and its keys, each
+        [N, 128 // m, row bytes] of `pages` int32 [N]. Joined, the N-th of each are `page_bytes`."""
+        arrays = (a for pair in zip(self.main, self.keys, strict=True) for a in pair)
+        return tuple(a.at[pages].get(mode="fill", fill_value=0) for a in arrays)
+
+    def write_pages(self, pages: jax.Array, rows: tuple[jax.Array, ...]) -> GlobalCache:
+        """The cache in which `pages` int32 [N] are `rows`, as `read_pages` gives them; a page that
+        there is not, such as P, is dropped."""
+        main, keys = (
+            tuple(a.at[pages].set(new, mode="drop") for a, new in zip(arrays, own, strict=True))
+            for arrays, own in ((self.main, rows[::2]), (self.keys, rows[1::2]))
+        )
+        return dataclasses.replace(self, main=main, keys=keys)
+
     def advance(self, new: jax.Array) -> GlobalCache:
         """The cache after a step of `new` int32 [B] tokens, once every source has appended."""
         return dataclasses.replace(self, lengths=self.lengths + new)

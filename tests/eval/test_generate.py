@@ -87,6 +87,9 @@ def test_a_prompt_file(recorder, tmp_path, capsys):
         (["--workdir=x", "--prompt=a", "--effort=much"], "reasoning effort 'much'"),
         (["--workdir=x", "--prompt=a", "--seed=x"], "seed"),
         (["--workdir=x", "--prompt=a", "--chunk=0"], "chunk = 0"),
+        (["--workdir=x", "--store=y", "--store_gb=nan"], "--store_gb=nan: must be a number"),
+        (["--workdir=x", "--store=/dev/null/x"], "store /dev/null/x: must be a folder to write to"),
+        (["--workdir=x", "--store=y", "--store_gb=0"], "budget 0 must be at least 1 byte"),
         (["--workdir=/nowhere", "--prompt=a"], "/nowhere: must be the folder of a training run"),
     ],
 )

@@ -9,6 +9,10 @@ chunk of tokens; a long one is prefilled whole, and the others wait for it. What
 not depend on what else is running: it is what `Generator` gives for the same prompt, settings and
 seed.
 
+Where the generator has a prefix store, sequences with a common prefix share pages of the device,
+and prompts begin with what the store has of them. Prompts with images are left out: tokens do not
+tell what they show.
+
 A fault ends the request that it met; where it took the caches with it, those that ran beside it
 too, and the engine goes on with new caches. Only `MAX_FAULTS` rounds in a row that fail stop it.
 """
@@ -34,9 +38,11 @@ from v41flash.serving.decode import IDLE, RUNNING, Stops
 from v41flash.serving.forward import ImageRows
 from v41flash.serving.generator import Generator, finish_reason
 from v41flash.serving.prefill import chunk_width, prefill
+from v41flash.serving.prefixes import Trail
 from v41flash.serving.sampling import Sampling
 from v41flash.serving.state import State
 from v41flash.serving.text_stream import TextStream
+from v41flash.tiers.device import DevicePages, Lease
 
 _logger = logging.getLogger(__name__)
 
@@ -128,7 +134,9 @@ class Counts:
         admitted: requests prefilled.
         finished: requests that ended by themselves.
         cancelled: requests given up by their listeners.
-        prompt_tokens: prefilled.
+        prompt_tokens: prefilled, those of replays included.
+        cached_tokens: of prompts, whose global cache was there already.
+        replayed_tokens: of them, gone over again for their window rows.
         tokens: decoded and given out.
         peak: sequences that ran at the same time at most.
     """
@@ -137,6 +145,8 @@ class Counts:
     finished: int = 0
     cancelled: int = 0
     prompt_tokens: int = 0
+    cached_tokens: int = 0
+    replayed_tokens: int = 0
     tokens: int = 0
     peak: int = 0
 
@@ -177,9 +187,10 @@ class Engine:
         if waiting < 1:
             raise InputError(f"waiting = {waiting}: must be at least 1")
         self._generator, self._options = generator, generator.options
-        self._slots = slots = self._options.batch_size
-        pages = -(-self.context // PAGE_TOKENS)
-        self._table = np.arange(slots * pages, dtype=np.int32).reshape(slots, pages)
+        self._slots = self._options.batch_size
+        # Enough for every slot to hold a whole context that it shares with none.
+        self._pages_each = -(-self.context // PAGE_TOKENS)
+        self._prefixes = generator.prefixes
         self._running: dict[int, Ticket] = {}
         self._clear()
         self._max_waiting, self._on_fault = waiting, on_fault
@@ -311,11 +322,13 @@ class Engine:
 
     def _clear(self) -> None:
         """Empty caches, no sequences."""
-        generator = self._generator
-        self._state = State.create(
-            generator.config, generator.weights, self._table.size, self._table
-        )
+        generator, each = self._generator, self._pages_each
+        table = np.full((self._slots, each), -1)
+        self._state = State.create(generator.config, generator.weights, table.size, table)
         self._sequences = None
+        self._pages = DevicePages(table.size)
+        self._leases: dict[int, Lease] = {}
+        self._trails: dict[int, Trail] = {}
 
     def _fail(self, tickets: Sequence[Ticket], error: Exception) -> None:
         for ticket in tickets:
@@ -339,6 +352,8 @@ class Engine:
     def _free(self, slots: Sequence[int]) -> None:
         for slot in slots:
             del self._running[slot]
+            self._pages.release(self._leases.pop(slot))
+            self._trails.pop(slot, None)
         if slots:
             finish = self._sequences.finish.at[np.array(slots)].set(IDLE)
             self._sequences = self._sequences._replace(finish=finish)
@@ -370,11 +385,12 @@ class Engine:
             return
         # From here on a fault is everybody's.
         self._running[slot] = ticket
+        part, start = self._restored(slot, request)
         logits, part = prefill(
             programs,
             self._generator.weights,
-            self._empty(slot),
-            [request.prompt],
+            part,
+            [request.prompt[start:]],
             chunk=options.chunk,
             exact=options.exact,
             replay=options.replay,
@@ -382,6 +398,8 @@ class Engine:
         )
         place = jnp.array([slot])
         self._state = self._state.put(place, part)
+        self._keep(slot)
+        self._remember(slot)
         top = MAX_TOP if request.top else 0
         sampling, stops = self._sampling([request]), self._stops([request])
         active = jnp.ones(1, bool)
@@ -393,9 +411,10 @@ class Engine:
             lambda whole, own: whole.at[place].set(own), self._sequences, sequence
         )
         self.counts.admitted += 1
-        self.counts.prompt_tokens += len(request.prompt)
+        self.counts.prompt_tokens += len(request.prompt) - start
         self.counts.peak = max(self.counts.peak, len(self._running))
         first = (draw.tokens, draw.logprobs, draw.top_tokens, draw.top_logprobs)
+        self._keep(slot, np.asarray(draw.tokens))
         self._report({slot: tuple(np.asarray(x) for x in first)}, {slot: int(sequence.finish[0])})
 
     def _image_rows(self, request: Request) -> ImageRows:
@@ -408,14 +427,52 @@ class Engine:
         batch = assemble(generator.config.vision, [images], length, slots, size)
         return generator.programs.image_rows(generator.weights, tokens, ImageBatch(*batch))
 
-    def _empty(self, slot: int) -> State:
-        """A sequence without tokens, on the slot's pages."""
-        generator, own = self._generator, self._table[slot : slot + 1]
-        fresh = State.create(generator.config, generator.weights, 1, np.zeros_like(own))
+    def _restored(self, slot: int, request: Request) -> tuple[State, int]:
+        """(a sequence on pages of its own, with what is known of its prompt; where to go on)."""
+        trail = None
+        # Tokens do not tell what images show.
+        if self._prefixes is not None and not request.images:
+            trail = self._trails[slot] = self._prefixes.trail(request.prompt)
+        count = -(-(len(request.prompt) + request.max_tokens) // PAGE_TOKENS)
+        lease = self._pages.lease(trail.chain.keys if trail else (), count)
+        self._leases[slot] = lease
+        state = self._empty(lease)
+        if trail is None:
+            return state, 0
+        state, found = self._prefixes.restore(state, [trail], [lease.shared])
+        self._name(slot)
+        start, cached = int(found.starts[0]), int(found.cached[0])
+        self.counts.cached_tokens += cached
+        self.counts.replayed_tokens += cached - start
+        return state, start
+
+    def _empty(self, lease: Lease) -> State:
+        """A sequence without tokens."""
+        generator, own = self._generator, np.full((1, self._pages_each), -1, np.int32)
+        fresh = State.create(generator.config, generator.weights, 1, own)
+        own[0, : len(lease.pages)] = lease.pages
         cache = dataclasses.replace(
             self._state.cache, page_table=jnp.asarray(own), lengths=fresh.cache.lengths
         )
         return dataclasses.replace(fresh, cache=cache)
+
+    def _keep(self, slot: int, tokens: Sequence[int] | np.ndarray = ()) -> None:
+        """Stores the pages of a slot that are full; `tokens` it has emitted since the last time."""
+        trail = self._trails.get(slot)
+        if trail is not None:
+            trail.extend(np.asarray(tokens, np.int32))
+            self._prefixes.keep(self._state, slot, trail)
+            self._name(slot)
+
+    def _name(self, slot: int) -> None:
+        """Lets others share the pages of a slot that are full."""
+        trail, lease = self._trails[slot], self._leases[slot]
+        for number in range(trail.full):
+            self._pages.name(lease.pages[number], trail.chain.keys[number])
+
+    def _remember(self, slot: int) -> None:
+        if slot in self._trails:
+            self._prefixes.remember(self._state, slot, self._trails[slot])
 
     def _decode(self) -> None:
         """Some tokens of every running sequence."""
@@ -441,6 +498,7 @@ class Engine:
         for slot in self._running:
             held = rows[0][:, slot] >= 0
             news[slot] = tuple(x[:, slot][held] for x in rows)
+            self._keep(slot, news[slot][0])
         self._report(news, {slot: int(finish[slot]) for slot in news})
 
     def _report(self, news: dict[int, tuple[np.ndarray, ...]], finish: dict[int, int]) -> None:
@@ -458,6 +516,7 @@ class Engine:
             if reason is not None:
                 said += ticket.text.close()
                 ended.append(slot)
+                self._remember(slot)
                 self.counts.finished += 1
             self.counts.tokens += used
             top = ticket.request.top

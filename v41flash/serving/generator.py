@@ -5,7 +5,8 @@
         print(result.text, result.logprobs.sum())
 
 A result depends on its prompt, the settings and its seed (`seed` plus its number in the batch)
-alone: not on the other prompts, nor on how they were put into batches.
+alone: not on the other prompts, nor on how they were put into batches. (With a prefix store it also
+depends on what that holds, unless the mode is exact.)
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from v41flash.serving.decode import (
 )
 from v41flash.serving.forward import Model
 from v41flash.serving.prefill import DEFAULT_CHUNK, prefill
+from v41flash.serving.prefixes import Prefixes, PrefixStore
 from v41flash.serving.programs import Programs
 from v41flash.serving.run import Run
 from v41flash.serving.sampling import Sampling
@@ -42,6 +44,8 @@ from v41flash.serving.state import State
 from v41flash.serving.text_stream import TextStream
 from v41flash.serving.weights import Weights
 from v41flash.text.tokenizer import Tokenizer
+from v41flash.tiers.disk import Counts
+from v41flash.tiers.page_file import file_bytes
 
 Prompt = str | Sequence[int] | np.ndarray
 Decode = Callable[[Sequence[int]], str]
@@ -63,8 +67,8 @@ class Options:
         chunk: prompt tokens per compiled step.
         steps: tokens that are decoded between two looks of the host.
         exact: prefill by all layers over all tokens.
-        replay: tokens that the decoder goes over at the end of a prefill; `sliding_window` when
-            None.
+        replay: tokens that the decoder goes over at the end of a prefill, and the encoder after a
+            prefix that was found in the store; `sliding_window` when None.
         speculate: draft several tokens at a time where there is a draft head. Greedy results stay
             as they are, others keep their distribution.
         min_confidence: see `speculative.run`.
@@ -135,8 +139,10 @@ class Statistics:
     """Sums over everything that a generator has done.
 
     Attributes:
-        prompt_tokens: tokens prefilled.
-        prefill_seconds: time for them.
+        prompt_tokens: tokens prefilled, those of replays included.
+        cached_tokens: tokens of prompts whose global cache came from the store.
+        replayed_tokens: of them, those that were gone over again for their window rows.
+        prefill_seconds: time for prompts, reading and writing the store included.
         tokens: tokens decoded.
         decode_seconds: time for them.
         cache_bytes: bytes that the largest batch's pages allocated.
@@ -144,9 +150,13 @@ class Statistics:
         cache_bytes_per_token: of the global cache.
         rounds: verifications of drafts, summed over sequences; 0 without speculation.
         accepted: drafted tokens that stood: each round emits one more.
+        store: what the disk store has seen; None without one.
+        store_bytes_per_token: of a page's file.
     """
 
     prompt_tokens: int = 0
+    cached_tokens: int = 0
+    replayed_tokens: int = 0
     prefill_seconds: float = 0.0
     tokens: int = 0
     decode_seconds: float = 0.0
@@ -155,6 +165,8 @@ class Statistics:
     cache_bytes_per_token: float = 0.0
     rounds: int = 0
     accepted: int = 0
+    store: Counts | None = None
+    store_bytes_per_token: float = 0.0
 
 
 class Generator:
@@ -165,6 +177,7 @@ class Generator:
         tokenizer: of it.
         options: see `Options`.
         statistics: of all calls so far.
+        prefixes: the model's prefixes in the store; None without one.
     """
 
     def __init__(
@@ -177,6 +190,7 @@ class Generator:
         draft: Any = None,
         kernels: Kernels | None = None,
         options: Options | None = None,
+        prefix_store: PrefixStore | None = None,
         compiler_options: dict[str, Any] | None = None,
     ):
         """Takes the parameters apart for serving.
@@ -189,12 +203,25 @@ class Generator:
             draft: parameters of the draft head, or None.
             kernels: implementations to run; the ops' own choice when None.
             options: how to work; the defaults when None.
+            prefix_store: where prompts and continuations are kept for later ones. What it holds
+                decides which tokens are replayed, so results depend on it, but for `exact`.
             compiler_options: of XLA.
         """
         self.config, self.tokenizer, self.options = config, tokenizer, options or Options()
         self.weights = Weights.create(config, params, token_map, draft)
         self.programs = Programs(Model(config, kernels or Kernels()), compiler_options)
         self.statistics = Statistics()
+        self.prefixes = None
+        if prefix_store is not None:
+            self.prefixes = Prefixes(
+                self.programs,
+                self.weights,
+                prefix_store,
+                params,
+                token_map,
+                replay=self.options.replay,
+                exact=self.options.exact,
+            )
         # Specials other than the end are no text, nor is what the vocabulary has beyond the
         # tokenizer's.
         allowed = np.arange(config.vocab_size) < tokenizer.vocab_size
@@ -205,7 +232,12 @@ class Generator:
 
     @classmethod
     def from_workdir(
-        cls, workdir: str | Path, *, step: int | None = None, options: Options | None = None
+        cls,
+        workdir: str | Path,
+        *,
+        step: int | None = None,
+        options: Options | None = None,
+        prefix_store: PrefixStore | None = None,
     ) -> Generator:
         """The generator of a training run's checkpoint (the newest one when `step` is None).
 
@@ -221,6 +253,7 @@ class Generator:
             draft=run.draft,
             kernels=run.kernels,
             options=options,
+            prefix_store=prefix_store,
         )
 
     def encode(self, prompt: Prompt) -> np.ndarray:
@@ -337,11 +370,17 @@ class Generator:
         stops = Stops.create(batch, limit=ends.limit, tokens=ends.tokens, sequences=spelled)
 
         started = time.perf_counter()
+        trails, starts = [], np.zeros(batch, np.int64)
+        if self.prefixes is not None:
+            trails = [self.prefixes.trail(row) for row in rows]
+            state, (starts, cached) = self.prefixes.restore(state, trails)
+            self.statistics.cached_tokens += int(cached.sum())
+            self.statistics.replayed_tokens += int((cached - starts).sum())
         logits, state = prefill(
             self.programs,
             self.weights,
             state,
-            rows,
+            [row[start:] for row, start in zip(rows, starts, strict=True)],
             chunk=options.chunk,
             exact=options.exact,
             replay=options.replay,
@@ -350,7 +389,10 @@ class Generator:
         sequences, draw = self.programs.begin(logits, state.positions, active, sampling, stops)
         new = np.where(np.arange(batch) < count, np.asarray(draw.tokens), -1)[None]
         logprobs = np.asarray(draw.logprobs)[None]
-        self.statistics.prompt_tokens += sum(map(len, prompts))
+        for b in range(count if trails else 0):
+            self.prefixes.keep(state, b, trails[b])
+            self.prefixes.remember(state, b, trails[b])
+        self.statistics.prompt_tokens += sum(map(len, prompts)) - int(starts.sum())
         self.statistics.prefill_seconds += time.perf_counter() - started
 
         running = set(range(count))
@@ -360,6 +402,11 @@ class Generator:
                 piece = self._piece(b, texts[b], new[:, b], logprobs[:, b], finish[b])
                 if piece.finish is not None:
                     running.discard(b)
+                if trails:
+                    trails[b].extend(new[new[:, b] >= 0, b])
+                    self.prefixes.keep(state, b, trails[b])
+                    if piece.finish is not None:
+                        self.prefixes.remember(state, b, trails[b])
                 yield piece
             if not running:
                 return
@@ -412,6 +459,9 @@ class Generator:
     def _note_memory(self, state: State) -> None:
         cache, stats = state.cache, self.statistics
         stats.cache_bytes_per_token = cache.bytes_per_token
+        if self.prefixes is not None:
+            stats.store = self.prefixes.store.disk.counts
+            stats.store_bytes_per_token = file_bytes(cache.page_bytes) / PAGE_TOKENS
         stats.cache_bytes = max(stats.cache_bytes, cache.page_bytes * cache.num_pages)
         windows = [w for w in (state.encoder, state.decoder) if w is not None]
         own = sum(w.bytes_per_sequence for w in windows) * state.positions.shape[0]

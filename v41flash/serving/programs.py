@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from v41flash.cache import GlobalCache
 from v41flash.serving import decode, forward, prefill, replay, speculative
 from v41flash.serving.forward import Model
 
@@ -21,7 +22,8 @@ class Programs:
         image_rows: of `v41flash.serving.forward`.
         begin, run: of `v41flash.serving.decode`.
         speculate: `run` of `v41flash.serving.speculative`.
-        recall: of `v41flash.serving.replay`.
+        recall, capture, resume: of `v41flash.serving.replay`.
+        read_pages, write_pages: of `GlobalCache`.
     """
 
     def __init__(self, model: Model, compiler_options: dict[str, Any] | None = None):
@@ -46,3 +48,7 @@ class Programs:
         names = ("size", "min_confidence")
         self.speculate = of_model(speculative.run, donate_argnums=(1, 2), static_argnames=names)
         self.recall = jit(replay.recall, donate_argnums=(1,))
+        self.capture = jit(replay.capture)
+        self.resume = jit(replay.resume, donate_argnums=(0,))
+        self.read_pages = jit(GlobalCache.read_pages)
+        self.write_pages = jit(GlobalCache.write_pages, donate_argnums=(0,))
