@@ -172,7 +172,7 @@ class Prefixes:
             programs: compiled steps of the model.
             weights: of it.
             store: the tiers.
-            params: what `weights` were made of.
+            params: what `weights` were made of. Another model needs another object.
             token_map: likewise.
             replay: R, tokens that a replay goes over; `sliding_window` when None.
             exact: replay what it takes to be exact instead.
@@ -211,7 +211,8 @@ class Prefixes:
         """
         batch = len(trails)
         full = np.zeros(batch, np.int64) if held is None else np.array(held)
-        table = np.asarray(state.cache.page_table)
+        # A copy: the buffer is given up before the table is read to its end.
+        table = np.array(state.cache.page_table)
         remembered: dict[int, tuple[int, _Remembered]] = {}
         loader = _Loader(self._programs, state.cache)
         for slot, trail in enumerate(trails):

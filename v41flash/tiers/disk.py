@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import hashlib
 import logging
@@ -60,7 +61,7 @@ class Counts:
         written: pages written.
         present: pages that were there when they should have been written.
         refused: pages not written for want of room.
-        failed: pages not written because of the file system.
+        failed: pages neither read nor written because of the file system.
         evicted: pages removed to make room.
     """
 
@@ -148,12 +149,16 @@ class DiskStore:
         """
         path = self._path(key)
         try:
-            file = open(os.open(path, _READ), "rb", buffering=0)
+            file = open(os.open(path, _READ), "rb")
         except FileNotFoundError:
             self.counts.misses += 1
             return None
         except OSError as error:
-            self._damaged(path, None, str(error))
+            if error.errno == errno.ELOOP:
+                self._damaged(path, os.lstat(path), "a link")
+            else:  # Too many open files, say: nothing that the page could do about.
+                self.counts.failed += 1
+                _logger.warning("%s: page not read: %s", path, error)
             return None
         with file:
             status = os.fstat(file.fileno())
@@ -202,9 +207,15 @@ class DiskStore:
         now = int(self._clock() * 1e9)
         for place, key in enumerate(keys):
             moment = now + 1000 * (len(keys) - place)
-            # Gone meanwhile, or in a folder that is only read here.
-            with contextlib.suppress(FileNotFoundError, PermissionError):
-                os.utime(self._path(key), ns=(moment, moment), follow_symlinks=False)
+            path = self._path(key)
+            try:
+                os.utime(path, ns=(moment, moment), follow_symlinks=False)
+            except FileNotFoundError:
+                continue  # Made room for others meanwhile.
+            except OSError as error:
+                # It may leave earlier than it should, which costs a prefill.
+                _logger.warning("%s: use not noted: %s", path, error)
+                return
 
     # -- Names -------------------------------------------------------------------------------------
 
@@ -212,7 +223,7 @@ class DiskStore:
         name = page_name(key)
         return self._pages / name[:2] / name
 
-    def _damaged(self, path: Path, status: os.stat_result | None, reason: str) -> None:
+    def _damaged(self, path: Path, status: os.stat_result, reason: str) -> None:
         """Reports a file that is not the page it should be, and makes room for one that is."""
         self.counts.damaged += 1
         _logger.warning("%s: damaged page, not used: %s", path, reason)
@@ -220,7 +231,7 @@ class DiskStore:
             with self._locked():
                 found = os.stat(path, follow_symlinks=False)
                 # Another process may have put a whole page in its place.
-                if status is None or (found.st_ino, found.st_dev) == (status.st_ino, status.st_dev):
+                if (found.st_ino, found.st_dev) == (status.st_ino, status.st_dev):
                     os.unlink(path)
                     # Its size may not be what was counted: the next who needs room counts anew.
                     (self.folder / "usage").unlink(missing_ok=True)
