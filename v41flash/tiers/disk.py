@@ -149,7 +149,7 @@ class DiskStore:
         """
         path = self._path(key)
         try:
-            file = open(os.open(path, _READ), "rb")
+            descriptor = os.open(path, _READ)
         except FileNotFoundError:
             self.counts.misses += 1
             return None
@@ -160,15 +160,17 @@ class DiskStore:
                 self.counts.failed += 1
                 _logger.warning("%s: page not read: %s", path, error)
             return None
-        with file:
-            status = os.fstat(file.fileno())
-            try:
-                if not stat.S_ISREG(status.st_mode):
-                    raise DamagedPage("not a file")
+        try:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise DamagedPage("not a file")
+            with open(descriptor, "rb", closefd=False) as file:
                 data = page_file.read(file, key, payload)
-            except (OSError, DamagedPage) as error:
-                self._damaged(path, status, str(error))
-                return None
+        except (OSError, DamagedPage) as error:
+            self._damaged(path, status, str(error))
+            return None
+        finally:
+            os.close(descriptor)
         self.counts.hits += 1
         return data
 
