@@ -4,9 +4,9 @@
 
 Two processes write pages of the published size without a pause, and the store is so small that
 pages are removed all the time. One of the two is killed (SIGKILL) after a random time; a file left
-in `writing/` that nobody holds shows that it was inside the write of a page. Then every page of the store is read,
-while the other one goes on: it must be what belongs under its key, byte for byte, and the budget
-must hold.
+in `writing/` that nobody holds shows that it was inside the write of a page. Then every page of the
+store is read, while the other one goes on: it must be what belongs under its key, byte for byte,
+and the budget must hold.
 """
 
 from __future__ import annotations
