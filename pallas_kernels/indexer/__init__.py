@@ -9,18 +9,28 @@ import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.fp4 import row_bytes
-from pallas_kernels.indexer import mosaic_gpu, reference
+from pallas_kernels.indexer import mosaic_gpu, mosaic_tpu, reference
 from pallas_kernels.indexer.reference import PACKED_FORMAT, Pool
 
 # What the kernels decline is scored by XLA, and still selected by the kernel of topk.
 SELECT_IMPLEMENTATIONS = {
     "mosaic_gpu": mosaic_gpu.select,
+    "mosaic_tpu": mosaic_tpu.select,
     "xla_mosaic_gpu": functools.partial(reference.select, topk_implementation="mosaic_gpu"),
+    "xla_mosaic_tpu": functools.partial(reference.select, topk_implementation="mosaic_tpu"),
     "xla": reference.select,
 }
 IMPLEMENTATIONS = SELECT_IMPLEMENTATIONS
-SCORES_IMPLEMENTATIONS = {"mosaic_gpu": mosaic_gpu.scores, "xla": reference.scores}
-SCORES_AT_IMPLEMENTATIONS = {"mosaic_gpu": mosaic_gpu.scores_at, "xla": reference.scores_at}
+SCORES_IMPLEMENTATIONS = {
+    "mosaic_gpu": mosaic_gpu.scores,
+    "mosaic_tpu": mosaic_tpu.scores,
+    "xla": reference.scores,
+}
+SCORES_AT_IMPLEMENTATIONS = {
+    "mosaic_gpu": mosaic_gpu.scores_at,
+    "mosaic_tpu": mosaic_tpu.scores_at,
+    "xla": reference.scores_at,
+}
 
 __all__ = ["Pool", "scores", "scores_at", "select"]
 
@@ -64,8 +74,8 @@ def select(
             (`fp4.fake_quantize`). A backend may then compute dot products in FP8: on this grid
             their terms are exact, but for elements below 2^-14 of their row's largest. Without the
             promise products are exact for whatever bfloat16 holds.
-        implementation: "mosaic_gpu" (Hopper), "xla", a sequence of names to be tried in order, or
-            None for the best.
+        implementation: "mosaic_gpu" (Hopper), "mosaic_tpu", "xla", a sequence of names to be tried
+            in order, or None for the best.
 
     Returns:
         indices: i32 `[B, T, top_k]`, places in k in increasing order, -1 at the end where fewer can

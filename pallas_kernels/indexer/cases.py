@@ -11,8 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import fp4, indexer
+from pallas_kernels.indexer import mosaic_tpu_backward, mosaic_tpu_dense, mosaic_tpu_pool
+from pallas_kernels.indexer.mosaic_tpu_tiles import Tiling
 from pallas_kernels.measure import Benchmark, Variant
 from pallas_kernels.packed_rows import ranges
+from pallas_kernels.tpu import Account
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,3 +199,30 @@ def benchmark(name: str) -> Benchmark:
     if not (work.packed or listed):
         variants["on_grid"] = variant(True)
     return Benchmark(functools.partial(function, implementation="xla"), variants)
+
+
+def tpu_accounts() -> dict[str, Account]:
+    """What the TPU kernels take for the benchmarks, in bfloat16."""
+    dense, backward = mosaic_tpu_dense, mosaic_tpu_backward
+
+    def tiling(name):
+        work = BENCHMARKS[name]
+        row = (fp4.row_bytes("mxfp4", DIM), jnp.uint8) if work.packed else (DIM, jnp.bfloat16)
+        return Tiling.of(
+            jax.ShapeDtypeStruct((work.batch, work.queries, HEADS, DIM), jnp.dtype("bfloat16")),
+            jax.ShapeDtypeStruct((work.batch, work.entries, row[0]), jnp.dtype(row[1])),
+        )
+
+    pool, loss = BENCHMARKS["B5"], BENCHMARKS["small_loss"]
+    return {
+        "B2, scores of 2048 x 65536": dense.dense_account(tiling("B2")),
+        "B3, scores of 4096 x 131072": dense.dense_account(tiling("B3")),
+        "B5, pools of 2048 blocks, 4096 queries": mosaic_tpu_pool.account(
+            pool.queries, HEADS, DIM, pool.pool, jnp.bfloat16
+        ),
+        "B6, decoding, 64 x 131072 packed keys": dense.few_account(tiling("B6")),
+        "512 listed of 8192, 8192 queries": dense.listed_account(tiling("small_loss"), TOP_K),
+        "the same, lists spread": backward.spread_account(loss.queries, TOP_K, loss.entries),
+        "the same, dq and dw": backward.query_account(tiling("small_loss")),
+        "the same, dk": backward.key_account(tiling("small_loss")),
+    }

@@ -40,7 +40,7 @@ def test_special_scores(interpreted):
     np.testing.assert_array_equal(result, numpy_topk(scores, 20, lengths, "index"))
 
 
-@pytest.mark.parametrize("kind", ["normal", "few values"])
+@pytest.mark.parametrize("kind", ["few values", pytest.param("normal", marks=pytest.mark.slow)])
 def test_blocks_and_the_first(kind, interpreted):
     scores, first = scores_like(kind, (2, 1500)), np.int32((3, -1))
     lengths = np.int32((1500, 1021))
