@@ -7,15 +7,24 @@ import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.fp4 import row_bytes
-from pallas_kernels.sparse_attention import mosaic_gpu, mosaic_gpu_mass, mosaic_tpu, reference
+from pallas_kernels.sparse_attention import (
+    mosaic_gpu,
+    mosaic_gpu_mass,
+    mosaic_tpu,
+    mosaic_tpu_mass,
+    reference,
+    tables,
+)
+from pallas_kernels.sparse_attention.tables import Fp4Table
 
 ATTENTION_IMPLEMENTATIONS = {
     "mosaic_gpu": mosaic_gpu.sparse_attention,
     "mosaic_tpu": mosaic_tpu.sparse_attention,
     "xla": reference.sparse_attention,
 }
-# The kernel has not been timed: it runs where it is asked for.
+# The kernel for GPUs has not been timed: it runs where it is asked for.
 MASS_IMPLEMENTATIONS = {
+    "mosaic_tpu": mosaic_tpu_mass.selected_mass,
     "xla": reference.selected_mass,
     "mosaic_gpu": mosaic_gpu_mass.selected_mass,
 }
@@ -23,7 +32,7 @@ MASS_IMPLEMENTATIONS = {
 # What is timed by `pallas_kernels.bench`.
 IMPLEMENTATIONS = ATTENTION_IMPLEMENTATIONS
 
-__all__ = ["selected_mass", "sparse_attention"]
+__all__ = ["Fp4Table", "selected_mass", "sparse_attention"]
 
 
 def sparse_attention(
@@ -31,7 +40,7 @@ def sparse_attention(
     window_rows: jax.Array,
     window_lo: jax.Array,
     window_hi: jax.Array,
-    main_rows: jax.Array | None,
+    main_rows: jax.Array | Fp4Table | None,
     indices: jax.Array | None,
     sink: jax.Array,
     *,
@@ -61,7 +70,9 @@ def sparse_attention(
         window_hi: i32 `[B, T]`, one past the last; `window_lo >= window_hi` is an empty window.
             Where windows are not empty, `window_hi` must not decrease along T and may grow by at
             most one a query, which holds for consecutive tokens.
-        main_rows: `[B, G, D]`, finite; or uint8 `[B, G, row_bytes("fp4", D)]`; or None for a layer
+        main_rows: `[B, G, D]`, finite; or uint8 `[B, G, row_bytes("fp4", D)]`; or an `Fp4Table`,
+            which a TPU reads single rows of (one of R entries for all sequences, a pool of pages,
+            has G = R: `indices` then say where in it a selected entry lies); or None for a layer
             that has only its window.
         indices: i32 `[B, T, K]` rows of `main_rows`, in any order. Values outside `[0, G)`, -1
             among them, are no key; a row listed twice counts twice. None, with `main_rows` given,
@@ -141,8 +152,8 @@ def selected_mass(
         main_hi: i32 `[B, T]`, needed where `indices` is None.
         scale: of the logits; `D ** -0.5` when None.
         chunk: queries at a time; chosen from a memory budget when None.
-        implementation: "mosaic_gpu" (Hopper), "xla", a sequence of names to be tried in order, or
-            None for the best.
+        implementation: "mosaic_gpu" (Hopper), "mosaic_tpu", "xla", a sequence of names to be tried
+            in order, or None for the best.
 
     Returns:
         f32 `[B, T, K]` (`[B, T, G]` where `indices` is None): sum over heads of the probability of
@@ -198,7 +209,10 @@ def _check_selection(q, main_rows, indices, main_lo, main_hi) -> None:
         if indices is not None:
             raise ValueError("indices are given, but main_rows is None")
         return
-    _check_rows("main_rows", main_rows, batch, dim, reference.MAIN_FORMAT)
+    if isinstance(main_rows, Fp4Table):
+        tables.check(main_rows, batch, dim)
+    else:
+        _check_rows("main_rows", main_rows, batch, dim, reference.MAIN_FORMAT)
     if indices is not None:
         if indices.ndim != 3 or indices.shape[:2] != (batch, queries):
             raise ValueError(f"indices must be [{batch}, {queries}, K], got {list(indices.shape)}")

@@ -10,10 +10,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import fp4
+from pallas_kernels import fp4, tpu
 from pallas_kernels.measure import Benchmark, Variant
 from pallas_kernels.packed_rows import ranges
-from pallas_kernels.sparse_attention import backward_cases, reference, sparse_attention
+from pallas_kernels.sparse_attention import (
+    Fp4Table,
+    backward_cases,
+    mosaic_tpu,
+    mosaic_tpu_backward,
+    mosaic_tpu_mass,
+    reference,
+    sparse_attention,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,6 +132,49 @@ def _choose(rng, lo, hi, count: int) -> np.ndarray:
         chosen = rng.choice(visible, size=min(count, visible), replace=False)
         result[at][: len(chosen)] = lo[at] + np.sort(chosen)
     return result
+
+
+def tpu_accounts() -> dict[str, tpu.Account]:
+    """What the TPU kernels take: A1, the backward of its first half, a decode step."""
+
+    def shape(*sizes, dtype=jnp.int32):
+        return jax.ShapeDtypeStruct(sizes, dtype)
+
+    def call(case, sequences=1, main_rows=None):
+        rows = shape(sequences, case.tokens, case.dim, dtype=jnp.bfloat16)
+        bound = shape(sequences, case.queries)
+        return (
+            shape(sequences, case.queries, case.heads, case.dim, dtype=jnp.bfloat16),
+            rows,
+            bound,
+            bound,
+            rows if main_rows is None else main_rows,
+            shape(sequences, case.queries, case.selected),
+            shape(case.heads, dtype=jnp.float32),
+        )
+
+    case, decode = FORWARD["A1"], FORWARD["published_decode"]
+    decode = dataclasses.replace(decode, tokens=case.window + 1)
+    arguments = call(case)
+    q, *rest = call(dataclasses.replace(case, queries=case.queries // 2))
+    lse = shape(*q.shape[:3], dtype=jnp.float32)
+    keywords = {"window": case.window, "scale": case.dim**-0.5}
+    pool = 128 * 32768
+    table = Fp4Table(shape(1, pool // 2, 128), shape(1, pool // 16, 128))
+    forward = functools.partial(mosaic_tpu.forward, **keywords)
+    backward = functools.partial(mosaic_tpu_backward.backward, **keywords)
+    mass = functools.partial(mosaic_tpu_mass.forward, scale=keywords["scale"])
+    stated = {
+        "A1": tpu.accounts_of(forward, *arguments),
+        "A1/2": tpu.accounts_of(backward, q, *rest, q, lse, q, lse),
+        "A1/2 mass": tpu.accounts_of(mass, q, *rest[3:5], lse),
+        "decode, 128 x 1, Fp4Table": tpu.accounts_of(forward, *call(decode, 128, table)),
+    }
+    return {
+        what if len(kernels) == 1 else f"{what}, {name.removeprefix('sparse_attention_')}": account
+        for what, kernels in stated.items()
+        for name, account in kernels
+    }
 
 
 def benchmark(name: str) -> Benchmark:

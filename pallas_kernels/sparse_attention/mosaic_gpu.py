@@ -32,6 +32,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import hopper
 from pallas_kernels.sparse_attention import hopper_rows, mosaic_gpu_backward, reference
 from pallas_kernels.sparse_attention.hopper_rows import ORDER, PARTS, SWIZZLED, TILE, Tile
+from pallas_kernels.sparse_attention.tables import Fp4Table
 
 _HEADS = 64  # rows of one wgmma
 _STAGES = 2
@@ -606,6 +607,8 @@ def sparse_attention(
     hopper.require("sparse_attention", jax_release=(0, 11))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     check_queries(q, scale)
+    if isinstance(main_rows, Fp4Table):
+        raise NotImplementedError("an Fp4Table is for TPUs")
     if main_rows is not None and indices is None:
         raise NotImplementedError("needs indices; main_lo and main_hi alone are not enough")
     if main_rows is not None and (main_rows.shape[1] == 0 or indices.shape[-1] == 0):

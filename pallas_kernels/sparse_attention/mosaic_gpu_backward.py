@@ -1,13 +1,6 @@
 """Backward of `sparse_attention` on Hopper GPUs, in Pallas Mosaic GPU.
 
-Per query and head, with `f = sigmoid(lse - sink)` the share of the keys in the denominator,
-
-    P'_k = exp(s_k - lse),  dP_k = dout . row_k,  delta = f dout . out - dlse,
-    dS_k = P'_k (f dP_k - delta),  dq = scale sum_k dS_k row_k,
-    drow_k = sum over queries and heads of (f P'_k dout + scale dS_k q),
-    dsink = -sum over queries of (1 - f) dout . out.
-
-These are finite for every sink, infinite ones among them, and right for every `d_lse`.
+The formulas are those of `gradients`.
 """
 
 from __future__ import annotations
@@ -21,6 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.sparse_attention import mosaic_gpu_lanes as lanes
+from pallas_kernels.sparse_attention.gradients import terms
 from pallas_kernels.sparse_attention.tiles import (
     MAX_MEMBERS,
     MEMBER_BITS,
@@ -457,7 +451,7 @@ def backward(
     """
     check(q, window_rows, main_rows, indices)
     batch, queries, heads, dim = q.shape
-    f32, bf16 = jnp.float32, jnp.bfloat16
+    bf16 = jnp.bfloat16
     only_window = main_rows is None
     if only_window:
         main_rows = jnp.zeros((batch, 0, dim), bf16)
@@ -470,11 +464,7 @@ def backward(
         widths = [(0, 0), (0, padded_queries - queries), (0, padded_heads - heads)]
         return jnp.pad(x, widths + [(0, 0)] * (x.ndim - 3))
 
-    keys_share = jnp.where(lse > -jnp.inf, jax.nn.sigmoid(lse - sink.astype(f32)), 0.0)
-    dot = jnp.sum(d_out.astype(f32) * out.astype(f32), axis=-1)
-    d_sink = -jnp.sum((1 - keys_share) * dot, axis=(0, 1)).astype(sink.dtype)
-    delta = keys_share * dot - jnp.where(lse > -jnp.inf, d_lse, 0.0)
-    lse = jnp.where(lse > -jnp.inf, lse, 0.0)
+    (lse, keys_share, delta), d_sink = terms(sink, out, lse, d_out, d_lse)
     stats = [lse * LOG2E, keys_share, keys_share * scale, delta * scale]
     stats = jnp.stack([padded(x).reshape(-1, HEADS) for x in stats], axis=1)
 

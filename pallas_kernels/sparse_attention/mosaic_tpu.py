@@ -14,9 +14,11 @@ import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import tpu
+from pallas_kernels.sparse_attention import mosaic_tpu_backward, reference
+from pallas_kernels.sparse_attention import mosaic_tpu_packed as packed
 from pallas_kernels.sparse_attention import mosaic_tpu_rows as rows
-from pallas_kernels.sparse_attention import reference
 from pallas_kernels.sparse_attention.mosaic_tpu_rows import Plan
+from pallas_kernels.sparse_attention.tables import Fp4Table
 
 
 def _softmax(logits, highest):
@@ -82,7 +84,7 @@ def forward(
         window_rows: `[B, S, D]`.
         window_lo: i32 `[B, T]`.
         window_hi: i32 `[B, T]`.
-        main_rows: `[B, G, D]`, or None.
+        main_rows: `[B, G, D]`, an `Fp4Table`, or None.
         indices: i32 `[B, T, K]`, or None.
         sink: f32 `[H]`.
         window: bound of `window_hi - window_lo`.
@@ -92,8 +94,9 @@ def forward(
     Returns:
         out and lse.
     """
-    slots = 0 if indices is None else indices.shape[-1]
-    plan = rows.plan_of(q, window, slots, scale, interpret)
+    plan = rows.plan_of(q, window, main_rows, indices, scale, interpret)
+    if plan.packed:
+        q, window_rows = packed.ordered(q), packed.ordered(window_rows)
     per_head = pltpu.VMEM((plan.block, plan.heads, 1), jnp.float32)
     count = plan.batch * plan.queries
     out, lse = rows.run(
@@ -118,6 +121,7 @@ def forward(
         [per_head, per_head, pltpu.VMEM((plan.block, plan.heads, plan.dim), jnp.float32)],
         products=2,
     )
+    out = packed.restored(out) if plan.packed else out
     return rows.unpadded(plan, out, q.shape), rows.unpadded(plan, lse[:, 0], q.shape[:3])
 
 
@@ -135,9 +139,9 @@ def _attention_forward(*arguments):
 
 
 def _attention_backward(window, scale, interpret, residuals, cotangents):
-    arguments, _ = residuals
-    dq, dwindow, dmain, dsink = reference.backward(
-        arguments, cotangents, window=window, scale=scale
+    arguments, result = residuals
+    dq, dwindow, dmain, dsink = mosaic_tpu_backward.backward(
+        *arguments, *result, *cotangents, window=window, scale=scale, interpret=interpret
     )
     return dq, dwindow, None, None, dmain, None, dsink
 
@@ -174,24 +178,19 @@ def sparse_attention(
     tpu.require("sparse_attention", interpret)
     if main_rows is not None and indices is None:
         raise NotImplementedError("needs indices; main_lo and main_hi alone are not enough")
-    if main_rows is not None and (main_rows.shape[1] == 0 or indices.shape[-1] == 0):
-        main_rows = indices = None
+    table = isinstance(main_rows, Fp4Table)
+    if main_rows is not None:
+        entries = main_rows.entries if table else main_rows.shape[1]
+        if entries == 0 or indices.shape[-1] == 0:
+            main_rows = indices = None
     window = min(window, window_rows.shape[1])
     if window == 0 and main_rows is None:
         raise NotImplementedError("there is no row that could be a key")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     window_rows = reference.values(window_rows, reference.WINDOW_FORMAT, q.dtype)
-    if main_rows is not None:
+    if main_rows is not None and not table:
         main_rows = reference.values(main_rows, reference.MAIN_FORMAT, q.dtype)
-    return _attention(
-        q,
-        window_rows,
-        window_lo,
-        window_hi,
-        main_rows,
-        indices,
-        sink.astype(jnp.float32),
-        window,
-        float(scale),
-        interpret,
-    )
+    arguments = q, window_rows, window_lo, window_hi, main_rows, indices, sink.astype(jnp.float32)
+    if table:
+        return forward(*arguments, window=window, scale=float(scale), interpret=interpret)
+    return _attention(*arguments, window, float(scale), interpret)

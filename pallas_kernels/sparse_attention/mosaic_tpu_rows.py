@@ -5,7 +5,8 @@ bits and rows are whole lanes. Tables are therefore
 
 * "words": bfloat16 rows as i32 `[R, D/2]`, channel c in the low and channel c + D/2 in the high
   half of word c (D a multiple of 256);
-* "float32": f32 `[R, D]`, for float32 and for bfloat16 rows of other widths.
+* "float32": f32 `[R, D]`, for float32 and for bfloat16 rows of other widths;
+* the two arrays of an `Fp4Table`, of which an entry takes a row each.
 
 A kernel takes a block of consecutive queries of one batch row a grid step. Their windows lie within
 one run of rows, which starts at a multiple of 8 and arrives in one copy a step ahead; selected rows
@@ -26,6 +27,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import tpu
+from pallas_kernels.sparse_attention import mosaic_tpu_packed as packed
+from pallas_kernels.sparse_attention.tables import Fp4Table
 from pallas_kernels.tpu import LANES, SUBLANES
 
 BLOCK_QUERIES = 8
@@ -68,6 +71,17 @@ def values_of(block: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
     return jnp.concatenate([low, high], axis=-1).astype(dtype)
 
 
+def as_table(values: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """Rows of a table, whose dtype that is, from float32 `[N, D]`; words are rounded."""
+    if dtype == jnp.float32:
+        return values
+    bits = lax.bitcast_convert_type(values, jnp.int32)
+    # To nearest, ties to even, by integers: compilers may take a cast there and back for nothing.
+    bits = bits + 0x7FFF + (lax.shift_right_logical(bits, 16) & 1)
+    half = values.shape[-1] // 2
+    return lax.shift_right_logical(bits[:, :half], 16) | (bits[:, half:] & jnp.int32(-(2**16)))
+
+
 def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
     """f32 product of matrices over one axis of each; exact products where they are float32."""
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
@@ -105,6 +119,7 @@ class Plan:
         length: rows of a window's run; 0 for none.
         tile: selected rows of a tile.
         tiles: tiles of a query, at most; 0 for none.
+        packed: whether main rows are an `Fp4Table`.
         dtype: of products.
         scale: of the logits.
         interpret: parameters of interpret mode, or None.
@@ -118,6 +133,7 @@ class Plan:
     length: int
     tile: int
     tiles: int
+    packed: bool
     dtype: Any
     scale: float
     interpret: Any
@@ -143,7 +159,7 @@ class Call(NamedTuple):
         start: i32 `[blocks, 1, 1]`, where that of the block starts.
         visible: i32 `[N, 1, 2]`, rows of the run that a query sees: first, and one past the last.
         indices: i32 `[N, tiles, tile]` rows of the main table, -1 for none; or None.
-        main: table of main rows; or None.
+        main: tables that main rows are in: none, one, or the two of an `Fp4Table`.
         window: table of window rows of all batch rows; or None.
     """
 
@@ -151,12 +167,13 @@ class Call(NamedTuple):
     start: jax.Array
     visible: jax.Array
     indices: jax.Array | None
-    main: jax.Array | None
+    main: tuple[jax.Array, ...]
     window: jax.Array | None
 
 
-def plan_of(q: jax.Array, window: int, slots: int, scale: float, interpret: Any) -> Plan:
-    """The plan of a call with these queries `[B, T, H, D]` (not padded yet)."""
+def plan_of(q, window: int, main_rows, indices, scale: float, interpret: Any) -> Plan:
+    """The plan of a call of `mosaic_tpu.forward`, or one that fetches the same rows."""
+    slots = 0 if indices is None else indices.shape[-1]
     batch, queries, heads, dim = q.shape
     block = min(queries, BLOCK_QUERIES)
     tile = rounded(min(slots, LARGEST_TILE), LANES if slots >= LANES else 16)
@@ -169,6 +186,7 @@ def plan_of(q: jax.Array, window: int, slots: int, scale: float, interpret: Any)
         length=rounded(window + block - 1 + SUBLANES - 1, SUBLANES) if window else 0,
         tile=tile,
         tiles=-(-slots // tile) if slots else 0,
+        packed=isinstance(main_rows, Fp4Table),
         dtype=q.dtype,
         scale=scale,
         interpret=interpret,
@@ -206,7 +224,7 @@ def call_of(plan: Plan, window_rows, window_lo, window_hi, main_rows, indices) -
         window_rows: `[B, S, D]`, not looked at where the plan has no window.
         window_lo: i32 `[B, T]`.
         window_hi: i32 `[B, T]`.
-        main_rows: `[B, G, D]`, not looked at where the plan has no tiles.
+        main_rows: `[B, G, D]` or an `Fp4Table`, not looked at where the plan has no tiles.
         indices: i32 `[B, T, K]`, likewise.
     """
     batch, queries = window_lo.shape
@@ -227,8 +245,7 @@ def call_of(plan: Plan, window_rows, window_lo, window_hi, main_rows, indices) -
         start = start + (jnp.arange(batch, dtype=jnp.int32) * space)[:, None, None]
     count = jnp.zeros(cut, jnp.int32)
     if plan.tiles:
-        size = main_rows.shape[1]
-        main = table_of(padded_rows(plan, main_rows), plan.dtype).reshape(batch * size, -1)
+        main, size = _main_tables(plan, main_rows)
         slots = plan.tiles * plan.tile
         indices = jnp.where((indices >= 0) & (indices < size), indices, -1)
         space = [*more, (0, slots - indices.shape[-1])]
@@ -236,17 +253,27 @@ def call_of(plan: Plan, window_rows, window_lo, window_hi, main_rows, indices) -
         slot = jnp.arange(1, slots + 1, dtype=jnp.int32)
         count = jnp.max(jnp.where(indices >= 0, slot, 0), axis=-1)
         count = -(-count // plan.tile)
-        offset = (jnp.arange(batch, dtype=jnp.int32) * size)[:, None, None]
-        indices = jnp.where(indices >= 0, indices + offset, -1)
+        if main[0].shape[0] > 1:
+            offset = (jnp.arange(batch, dtype=jnp.int32) * size)[:, None, None]
+            indices = jnp.where(indices >= 0, indices + offset, -1)
+        main = tuple(table.reshape(-1, table.shape[-1]) for table in main)
         indices = indices.reshape(-1, plan.tiles, plan.tile)
     else:
-        main = indices = None
+        main, indices = (), None
     count, start = count.reshape(-1), start.reshape(-1)
     cut = plan.blocks, plan.block
     after = jnp.broadcast_to(_shifted(start)[:, None], cut)
     ahead = jnp.stack([count.reshape(cut), _shifted(count).reshape(cut), after], axis=-1)
     visible = jnp.stack([lo, hi], axis=-1).reshape(-1, 1, 2)
     return Call(ahead, start[:, None, None], visible, indices, main, window)
+
+
+def _main_tables(plan, main_rows):
+    """Tables `[B or 1, rows, words]`, and G."""
+    if plan.packed:
+        return tuple(main_rows), main_rows.entries
+    rows = padded_rows(plan, main_rows)
+    return (table_of(rows, plan.dtype),), rows.shape[1]
 
 
 def _shifted(x):
@@ -277,7 +304,7 @@ def _fetched(plan: Plan, call: Call) -> tuple[list, list, list]:
     memory = []
     if plan.tiles:
         sizes = plan.tiles, plan.tile
-        given += [call.indices, _shifted(call.indices), call.indices, call.main]
+        given += [call.indices, _shifted(call.indices), call.indices, *call.main]
         specs += [
             pl.BlockSpec(
                 (1, *sizes),
@@ -286,10 +313,10 @@ def _fetched(plan: Plan, call: Call) -> tuple[list, list, list]:
             ),
             block_of(plan, *sizes, memory_space=scalars),
             block_of(plan, *sizes),
-            anywhere,
+            *[anywhere] * len(call.main),
         ]
         memory += [
-            pltpu.VMEM((2, *sizes, call.main.shape[-1]), call.main.dtype),
+            *(pltpu.VMEM((2, *sizes, table.shape[-1]), table.dtype) for table in call.main),
             pltpu.SemaphoreType.DMA((2, plan.tiles)),
         ]
     if plan.length:
@@ -351,7 +378,7 @@ def run(
     keys = plan.tiles * plan.tile
     blocks = list(zip(arrays + shapes, specs + out_specs, strict=True))
     blocked = [x for x, spec in blocks if spec.memory_space is not pl.ANY]
-    copied = keys * (row_bytes(call.main) if keys else 0) * plan.block
+    copied = plan.block * keys * sum(map(row_bytes, call.main))
     copied += plan.length * (row_bytes(call.window) if plan.length else 0)
     pairs = plan.blocks * plan.block * plan.heads * (plan.length + keys)
     account = tpu.Account(
@@ -364,7 +391,7 @@ def run(
         hbm_bytes=sum(x.size * x.dtype.itemsize for x in blocked) + plan.blocks * copied + written,
         flops=2 * products * pairs * plan.dim * (6 if plan.dtype == jnp.float32 else 1),
         transcendentals=pairs,
-        copies=plan.blocks * (plan.block * keys + (plan.length > 0)),
+        copies=plan.blocks * (plan.block * keys * len(call.main) + (plan.length > 0)),
     )
     limit = account.vmem_bytes + _VALUES_BYTES
     if limit > tpu.LEAST_VMEM_BYTES:
@@ -410,8 +437,11 @@ class Fetch:
         self._more = self._step < plan.grid[1] - 1
         self._ahead = next(given)
         if plan.tiles:
-            self._first, self._next, self._indices, self._main = (next(given) for _ in range(4))
-            self._rows, self._arrived = next(scratch), next(scratch)
+            self._first, self._next, self._indices = (next(given) for _ in range(3))
+            self._shifts = packed.SHIFTS if plan.packed else (0,)
+            self._main = [next(given) for _ in self._shifts]
+            self._rows = [next(scratch) for _ in self._shifts]
+            self._arrived = next(scratch)
         if plan.length:
             self._start_of_run, self._visible, self._window = (next(given) for _ in range(3))
             self._run, self._run_arrived = next(scratch), next(scratch)
@@ -467,12 +497,21 @@ class Fetch:
 
                 @pl.loop(0, self._ahead[0, j, 0])
                 def _tile(tile):
-                    here = self._rows.at[slot, tile]
-                    pltpu.make_async_copy(here, here, self._arrived.at[slot, tile]).wait()
-                    valid = self._indices[j, pl.ds(tile, 1)] >= 0
-                    body(tile, values_of(here[...], self.plan.dtype), valid)
+                    here = [rows.at[slot, tile] for rows in self._rows]
+                    for rows in here:
+                        pltpu.make_async_copy(rows, rows, self._arrived.at[slot, tile]).wait()
+                    indices = self._indices[j, pl.ds(tile, 1)]
+                    body(tile, self._values(here, indices), indices >= 0)
 
             one(j, each_tile)
+
+    def _values(self, copied, indices) -> jax.Array:
+        blocks = [rows[...] for rows in copied]
+        if not self.plan.packed:
+            return values_of(*blocks, self.plan.dtype)
+        # Only the last bits of an entry say where in its rows it lies: exact in float32.
+        entry = as_column((indices & (packed.SCALE_ENTRIES - 1)).astype(jnp.float32))
+        return packed.values(*blocks, entry.astype(jnp.int32), self.plan.dtype)
 
     def _start(self, indices, j, count, slot) -> None:
         """Starts copying all rows of one query; a slot without a key gets the first row."""
@@ -484,9 +523,12 @@ class Fetch:
             def _some(i):
                 for more in range(together):
                     place = i * together + more
-                    row = jnp.maximum(indices[j, tile, place], 0)
-                    pltpu.make_async_copy(
-                        self._main.at[pl.ds(row, 1)],
-                        self._rows.at[slot, tile, pl.ds(place, 1)],
-                        self._arrived.at[slot, tile],
-                    ).start()
+                    entry = jnp.maximum(indices[j, tile, place], 0)
+                    for table, rows, shift in zip(
+                        self._main, self._rows, self._shifts, strict=True
+                    ):
+                        pltpu.make_async_copy(
+                            table.at[pl.ds(entry >> shift, 1)],
+                            rows.at[slot, tile, pl.ds(place, 1)],
+                            self._arrived.at[slot, tile],
+                        ).start()

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import fp4
 from pallas_kernels.chunking import chunk_size, map_queries
+from pallas_kernels.sparse_attention.tables import Fp4Table, row_bytes
 
 # How rows of bytes are packed.
 MAIN_FORMAT, WINDOW_FORMAT = "fp4", "fp8"
@@ -138,6 +139,8 @@ def sparse_attention(
 ):
     """See `pallas_kernels.sparse_attention.sparse_attention`."""
     batch, queries, heads, dim = q.shape
+    if isinstance(main_rows, Fp4Table):
+        main_rows = jnp.broadcast_to(main_rows.rows(), (batch, main_rows.entries, row_bytes()))
     scale = dim**-0.5 if scale is None else scale
     has_window = window > 0 and window_rows.shape[1] > 0
     if main_rows is not None and _slots(main_rows, indices) == 0:
