@@ -2,7 +2,8 @@
 
 One folder per (source listing, tokenizer):
 
-    meta.json          format, counts, dtype, sizes and checksums of the arrays, what was skipped
+    meta.json          format, counts, dtype, sizes and checksums of the arrays, what was skipped; a
+                       checksum of all that
     tokens.npy         uint16 or uint32[tokens]; every document is bos + tokens + eos
     offsets.npy        i64[documents + 1], first token of every document
     document_ids.npy   i64[documents], hash of the content
@@ -37,7 +38,7 @@ from v41flash.text.tokenizer import Tokenizer
 _logger = logging.getLogger(__name__)
 
 # Part of the folder's name: raise it with every change of what the folder holds.
-_FORMAT = 1
+_FORMAT = 2
 _ENCODE_BYTES = 4 << 20
 _PROGRESS_SECONDS = 10.0
 # Larger token files are checked by size alone: reading them whole at every start would take
@@ -159,8 +160,11 @@ def open_store(folder: str | Path) -> Store:
     try:
         meta = json.loads((folder / "meta.json").read_text())
         files = meta["files"]
+        recorded = meta.pop("checksum")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise damaged(f"meta.json is missing or damaged ({error})") from error
+    if recorded != _meta_checksum(meta):
+        raise damaged("meta.json does not have the recorded checksum")
     arrays = {}
     for name, recorded in files.items():
         path = folder / f"{name}.npy"
@@ -193,6 +197,11 @@ def _publish(building: Path, folder: Path) -> None:
 def _checksum(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def _meta_checksum(meta: dict[str, Any]) -> str:
+    text = json.dumps(meta, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _write_header(file: BinaryIO, dtype: np.dtype, length: int) -> int:
@@ -306,4 +315,5 @@ def _build(source: Source, tokenizer: Tokenizer, folder: Path) -> None:
             for name in names
         },
     }
+    meta["checksum"] = _meta_checksum(meta)
     (folder / "meta.json").write_text(json.dumps(meta, indent=1))

@@ -19,10 +19,12 @@ from pathlib import Path
 
 import numpy as np
 
+from v41flash.errors import InputError
 from v41flash.text.tokenizer import Tokenizer
 
 # Part of the cache key: raise it with every change of the rules.
 _RULES = 1
+_DIGEST_BYTES = 16
 # A private-use character that keeps a lone space alive through the strip.
 _LONE_SPACE = "\ue000"
 _REPLACEMENT = "\ufffd"
@@ -83,25 +85,32 @@ def canonical_map(tokenizer: Tokenizer, cache_dir: str | Path | None = None) -> 
 
     Returns:
         i32[vocab_size]; `map.max() + 1` is the compressed vocabulary size.
+
+    Raises:
+        InputError: the kept map is damaged.
     """
     if cache_dir is None:
         return canonical_ids(*tokenizer.token_texts())
     key = hashlib.blake2b(f"{_RULES} {tokenizer.fingerprint}".encode(), digest_size=12).hexdigest()
-    path = Path(cache_dir) / f"canonical-{key}.npy"
+    # The ids, little-endian, and a digest of them.
+    path = Path(cache_dir) / f"canonical-{key}.ids"
     if path.is_file():
-        try:
-            cached = np.load(path, allow_pickle=False)
-        except (ValueError, EOFError) as error:
-            raise ValueError(f"{path}: not a canonical map ({error}); delete it") from error
-        if cached.dtype != np.int32 or cached.shape != (tokenizer.vocab_size,):
-            raise ValueError(
-                f"{path}: {cached.dtype}{list(cached.shape)} where int32[{tokenizer.vocab_size}] "
-                "is expected; delete it"
+        data = path.read_bytes()
+        ids, checksum = data[:-_DIGEST_BYTES], data[-_DIGEST_BYTES:]
+        if len(ids) != 4 * tokenizer.vocab_size or _digest(ids) != checksum:
+            raise InputError(
+                f"{path}: damaged: not the {tokenizer.vocab_size} canonical ids that were written;"
+                " delete it, and it is made anew"
             )
-        return cached
+        return np.frombuffer(ids, "<i4").astype(np.int32)
     result = canonical_ids(*tokenizer.token_texts())
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False) as file:
-        np.save(file, result, allow_pickle=False)
+        ids = result.astype("<i4").tobytes()
+        file.write(ids + _digest(ids))
     os.replace(file.name, path)
     return result
+
+
+def _digest(ids: bytes) -> bytes:
+    return hashlib.blake2b(ids, digest_size=_DIGEST_BYTES).digest()

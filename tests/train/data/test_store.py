@@ -123,6 +123,26 @@ def test_damage_is_found(corpus, tmp_path, name, damage):
         build(corpus, tmp_path / "cache")
 
 
+def test_a_changed_byte_anywhere_is_found(corpus, tmp_path):
+    """A byte of each file's beginning, middle and end, and every byte of meta.json."""
+    folder = build(corpus, tmp_path / "cache").folder
+    for path in sorted(folder.iterdir()):
+        whole = path.read_bytes()
+        places = range(len(whole)) if path.name == "meta.json" else (0, 7, len(whole) // 2, -1)
+        for place in places:
+            data = bytearray(whole)
+            data[place] ^= 1 << place % 7
+            path.write_bytes(data)
+            try:
+                opened = store.open_store(folder)
+            except store.StoreError as error:
+                assert str(folder) in str(error) and len(str(error).splitlines()) == 1
+            else:  # White space between values.
+                assert path.name == "meta.json" and json.loads(data) == json.loads(whole)
+                assert opened.meta["tokens"] == len(opened.tokens)
+        path.write_bytes(whole)
+
+
 def test_no_document_at_all(tmp_path):
     (tmp_path / "corpus").mkdir()
     (tmp_path / "corpus" / "a.jsonl").write_text('{"body": "x"}\n')

@@ -7,6 +7,7 @@ import pathlib
 import numpy as np
 import pytest
 
+from v41flash.errors import InputError
 from v41flash.text import canonical, tokenizer
 
 GOLDEN = pathlib.Path(__file__).parents[2] / "golden"
@@ -54,12 +55,17 @@ def test_cache_is_written_once_and_checked(tmp_path, monkeypatch):
     (file,) = tmp_path.iterdir()
     monkeypatch.setattr(canonical, "canonical_ids", lambda *_: pytest.fail("computed again"))
     np.testing.assert_array_equal(canonical.canonical_map(byte, tmp_path), first)
-    np.save(file, first[:5])
-    with pytest.raises(ValueError, match=file.name):
-        canonical.canonical_map(byte, tmp_path)
-    file.write_bytes(b"no array")
-    with pytest.raises(ValueError, match=file.name):
-        canonical.canonical_map(byte, tmp_path)
+    whole = file.read_bytes()
+    for place in range(len(whole)):
+        data = bytearray(whole)
+        data[place] ^= 1 << place % 8
+        file.write_bytes(data)
+        with pytest.raises(InputError, match=f"{file.name}: damaged"):
+            canonical.canonical_map(byte, tmp_path)
+    for data in (b"", b"no array", whole[:-1], whole[:16], whole + b"\0", whole[4:]):
+        file.write_bytes(data)
+        with pytest.raises(InputError, match=f"{file.name}: damaged"):
+            canonical.canonical_map(byte, tmp_path)
 
 
 @needs_published
