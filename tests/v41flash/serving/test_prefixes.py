@@ -105,47 +105,48 @@ def test_what_is_kept_is_restored(tmp_path, formats):
     np.testing.assert_array_equal(new.look_back, pages)
     # In the exact mode nothing of this is used, and a replay is longer.
     exact = prefixes_of(served, tmp_path, exact=True)
-    assert not exact.restore(empty_state(served), [exact.trail(prompts[0])])[1].cached.any()
-    exact.keep(state, 0, exact.trail(prompts[0]))
-    _, found = exact.restore(empty_state(served), [exact.trail(prompts[0])])
-    assert (found.cached[0], found.starts[0]) == (PAGE_TOKENS, PAGE_TOKENS - EXACT_REPLAY)
-
-
-def empty_state(served):
-    return served.fresh(1, 2)
+    trails = [exact.trail(prompt) for prompt in prompts]
+    new, found = exact.restore(new, trails)
+    assert not found.cached.any()
+    exact.keep(state, 0, trails[0])
+    _, found = exact.restore(new, [exact.trail(prompt) for prompt in prompts])
+    assert found.cached.tolist() == [PAGE_TOKENS, 0, PAGE_TOKENS]
+    assert found.starts.tolist() == [PAGE_TOKENS - EXACT_REPLAY, 0, PAGE_TOKENS - EXACT_REPLAY]
 
 
 def test_window_rows_are_restored(tmp_path):
     served = Served.create(CONFIG)
-    prompts = [np.arange(150), np.arange(150) + 50]
+    prompts = [np.arange(150), np.arange(150) + 50, np.arange(9)]
     state = written(served, prompts, 141)
     prefixes = prefixes_of(served, tmp_path)
     prefixes.remember(state, 0, prefixes.trail(prompts[0]))
-    longer = [np.append(prompts[0][:141], range(W)), prompts[1]]
+    longer = [np.append(prompts[0][:141], range(W)), *prompts[1:]]
     # Without the first page, rows behind it are of no use.
-    _, found = prefixes.restore(served.fresh(2, 2), list(map(prefixes.trail, longer)))
+    _, found = prefixes.restore(served.fresh(3, 2), list(map(prefixes.trail, longer)))
     assert not found.cached.any()
     for slot in (0, 1):
         prefixes.keep(state, slot, prefixes.trail(prompts[slot]))
-    new, found = prefixes.restore(served.fresh(2, 2), list(map(prefixes.trail, longer)))
-    assert found.starts.tolist() == [141, PAGE_TOKENS - W]
-    assert found.cached.tolist() == [141, PAGE_TOKENS]
+    new, found = prefixes.restore(served.fresh(3, 2), list(map(prefixes.trail, longer)))
+    assert found.starts.tolist() == [141, PAGE_TOKENS - W, 0]
+    assert found.cached.tolist() == [141, PAGE_TOKENS, 0]
     assert pages_of(new, 0, 2) == pages_of(state, 0, 2)
     assert pages_of(new, 1, 1) == pages_of(state, 1, 1)
     np.testing.assert_array_equal(new.positions, found.starts)
     np.testing.assert_array_equal(new.cache.lengths, found.cached)
     np.testing.assert_array_equal(new.encoder.lengths, found.starts)
-    np.testing.assert_array_equal(new.encoder.starts, [state.encoder.starts[0], PAGE_TOKENS - W])
+    starts = [state.encoder.starts[0], PAGE_TOKENS - W, 0]
+    np.testing.assert_array_equal(new.encoder.starts, starts)
     np.testing.assert_array_equal(new.encoder.rows[:, 0], state.encoder.rows[:, 0])
     np.testing.assert_array_equal(new.look_back[0], state.look_back[0])
     for old, own in zip(state.groups[0], new.groups[0], strict=True):
         np.testing.assert_array_equal(own[0], old[0])
-        np.testing.assert_array_equal(own[1], 0)
+        np.testing.assert_array_equal(own[1:], 0)
     np.testing.assert_array_equal(new.decoder.starts, found.starts)
     # One token less, and the decoder would lack its replay; another token, and they are another's.
-    for tokens in (longer[0][:-1], np.append(prompts[0][:140], range(100, 110))):
-        _, found = prefixes.restore(served.fresh(1, 2), [prefixes.trail(tokens)])
-        assert (found.starts[0], found.cached[0]) == (PAGE_TOKENS - W, PAGE_TOKENS)
+    others = [longer[0][:-1], np.append(prompts[0][:140], range(100, 110)), prompts[2]]
+    _, found = prefixes.restore(new, list(map(prefixes.trail, others)))
+    assert found.starts.tolist() == [PAGE_TOKENS - W] * 2 + [0]
+    assert found.cached.tolist() == [PAGE_TOKENS] * 2 + [0]
 
 
 class Server:

@@ -62,7 +62,7 @@ class PagesMachine(RuleBasedStateMachine):
                 assert self.contents[page] == key
 
 
-PagesMachine.TestCase.settings = settings(max_examples=30, stateful_step_count=20, deadline=None)
+PagesMachine.TestCase.settings = settings(max_examples=15, stateful_step_count=20, deadline=None)
 TestPages = PagesMachine.TestCase
 
 
