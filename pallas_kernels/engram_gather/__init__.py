@@ -5,15 +5,15 @@ from __future__ import annotations
 import jax
 
 from pallas_kernels.dispatch import Implementation, dispatch
-from pallas_kernels.engram_gather import reference
+from pallas_kernels.engram_gather import mosaic_tpu, reference
 
 __all__ = ["IMPLEMENTATIONS", "engram_gather"]
 
-IMPLEMENTATIONS = {"xla": reference.engram_gather}
+IMPLEMENTATIONS = {"mosaic_tpu": mosaic_tpu.engram_gather, "xla": reference.engram_gather}
 
 
 def engram_gather(
-    table: jax.Array,
+    table: jax.Array | mosaic_tpu.PackedTable,
     rows: jax.Array,
     dtype: jax.typing.DTypeLike | None = None,
     *,
@@ -26,7 +26,8 @@ def engram_gather(
 
     Args:
         table: float[N, c], or packed rows uint8[N, row bytes] in the format "fp8" of
-            `pallas_kernels.fp4`; those have no gradient, and are float32 where dtype is None.
+            `pallas_kernels.fp4`; those have no gradient, and are float32 where dtype is None. For
+            "mosaic_tpu" alone they may be a `mosaic_tpu.PackedTable`, made once of the former.
         rows: int32[..., R], row numbers in 0..N-1. They must be in range, except that -1 stands for
             "no row"; such entries, and any other out of range, read as 0 and give no gradient.
         dtype: of the result; the table's where None.

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+
+from pallas_kernels import fp4, tpu
+from pallas_kernels.engram_gather import engram_gather, mosaic_tpu
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,3 +51,14 @@ def arguments(case: Case, dtype: Any = np.float32, seed: int = 0) -> tuple[np.nd
     shape = (*case.lead, case.count)
     rows = rng.integers(case.table[0], size=shape)
     return table, np.where(rng.random(shape) < case.absent, -1, rows).astype(np.int32)
+
+
+def tpu_accounts() -> dict[str, tpu.Account]:
+    """What the TPU kernel takes for a published prefill, bfloat16 results."""
+    case = BENCHMARKS["published_4k"]
+    rows = jax.ShapeDtypeStruct((*case.lead, case.count), jnp.int32)
+    table = jax.ShapeDtypeStruct(case.table, jnp.float32)
+    stored = jax.ShapeDtypeStruct((case.table[0], fp4.row_bytes("fp8", 256)), jnp.uint8)
+    gather = functools.partial(engram_gather, dtype=jnp.bfloat16, implementation="mosaic_tpu")
+    packed = jax.eval_shape(mosaic_tpu.to_layout, stored)
+    return dict(tpu.accounts_of(gather, table, rows) + tpu.accounts_of(gather, packed, rows))

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dispatch import Implementation, dispatch
-from pallas_kernels.fp4 import reference
+from pallas_kernels.fp4 import mosaic_tpu, reference
 from pallas_kernels.fp4.reference import FORMATS, Format, row_bytes
 
 __all__ = [
@@ -33,10 +33,13 @@ __all__ = [
     "unpack",
 ]
 
-FAKE_QUANTIZE_IMPLEMENTATIONS = {"xla": reference.fake_quantize}
-PACK_IMPLEMENTATIONS = {"xla": reference.pack}
-UNPACK_IMPLEMENTATIONS = {"xla": reference.unpack}
-DECODE_IMPLEMENTATIONS = {"xla": reference.decode}
+FAKE_QUANTIZE_IMPLEMENTATIONS = {
+    "mosaic_tpu": mosaic_tpu.fake_quantize,
+    "xla": reference.fake_quantize,
+}
+PACK_IMPLEMENTATIONS = {"mosaic_tpu": mosaic_tpu.pack, "xla": reference.pack}
+UNPACK_IMPLEMENTATIONS = {"mosaic_tpu": mosaic_tpu.unpack, "xla": reference.unpack}
+DECODE_IMPLEMENTATIONS = {"mosaic_tpu": mosaic_tpu.decode, "xla": reference.decode}
 
 
 def fake_quantize(x: jax.Array, fmt: str, *, implementation: Implementation = None) -> jax.Array:

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+
+from pallas_kernels import fp4, tpu
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,3 +58,18 @@ def arguments(case: Case, dtype: Any = np.float32, seed: int = 0) -> tuple[np.nd
     scale = np.exp2(case.spread * rng.normal(size=(*lead, channels // 16, 1)))
     x = (rng.normal(size=(*lead, channels // 16, 16)) * scale).reshape(case.shape)
     return (x * case.magnitude).astype(np.float32).astype(dtype), case.fmt
+
+
+def tpu_accounts() -> dict[str, tpu.Account]:
+    """What the TPU kernels take for the values of a published prefill, bfloat16."""
+    accounts = {}
+    for name, case in BENCHMARKS.items():
+        x = jax.ShapeDtypeStruct(case.shape, jnp.bfloat16)
+        packed = jax.ShapeDtypeStruct(
+            (*case.shape[:-1], fp4.row_bytes(case.fmt, case.shape[-1])), jnp.uint8
+        )
+        for op, argument in ((fp4.fake_quantize, x), (fp4.pack, x), (fp4.unpack, packed)):
+            kernel = functools.partial(op, fmt=case.fmt, implementation="mosaic_tpu")
+            stated = tpu.accounts_of(kernel, argument)
+            accounts |= {f"{name} {what}": account for what, account in stated}
+    return accounts

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 _EXPONENT = 0x7F800000
-_MAGNITUDE = 0x7FFFFFFF
+MAGNITUDE = 0x7FFFFFFF
 _BIAS = 127
 
 
@@ -69,27 +69,33 @@ def row_bytes(fmt: str, channels: int) -> int:
     return channels * spec.element_bits // 8 + channels // spec.block
 
 
-def _bits(x: jax.Array) -> jax.Array:
+def bits_of(x: jax.Array) -> jax.Array:
+    """Bits i32 of float32 values."""
     return lax.bitcast_convert_type(x, jnp.int32)
 
 
-def _float(bits: jax.Array) -> jax.Array:
+def float_of(bits: jax.Array) -> jax.Array:
+    """float32 values of bits i32."""
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def _blocks(x: jax.Array, spec: Format) -> jax.Array:
     x = x.astype(jnp.float32)
-    return _bits(x).reshape(*x.shape[:-1], x.shape[-1] // spec.block, spec.block)
+    return bits_of(x).reshape(*x.shape[:-1], x.shape[-1] // spec.block, spec.block)
 
 
-def _scale_byte(bits: jax.Array, spec: Format) -> jax.Array:
-    """Scale byte i32[..., 1] of each block: E8M0 (255 = NaN) or E4M3 (127 = NaN)."""
+def largest(bits: jax.Array) -> jax.Array:
+    """Bits i32[..., 1] of the largest magnitude of each block."""
     # The integer maximum of magnitudes orders floats correctly, NaN above infinity.
-    raw = jnp.max(bits & _MAGNITUDE, axis=-1, keepdims=True)
+    return jnp.max(bits & MAGNITUDE, axis=-1, keepdims=True)
+
+
+def scale_byte(raw: jax.Array, spec: Format) -> jax.Array:
+    """Scale byte i32 of blocks whose `largest` is `raw`: E8M0 (255 = NaN) or E4M3 (127 = NaN)."""
     finite = raw < _EXPONENT
-    amax = jnp.maximum(raw, _bits(jnp.float32(spec.amax_floor)))
+    amax = jnp.maximum(raw, bits_of(jnp.float32(spec.amax_floor)))
     if spec.reciprocal is not None:
-        quotient = _bits(_float(amax) * jnp.float32(spec.reciprocal))
+        quotient = bits_of(float_of(amax) * jnp.float32(spec.reciprocal))
         # Adding all mantissa bits carries into the exponent unless they are zero: ceil(log2).
         return jnp.where(finite, (quotient + 0x7FFFFF) >> 23, 255)
     exponent = amax >> 23
@@ -105,21 +111,22 @@ def _scale_byte(bits: jax.Array, spec: Format) -> jax.Array:
     return jnp.where(finite, code, 0x7F)
 
 
-def _decode_e4m3(code: jax.Array) -> jax.Array:
+def decode_e4m3(code: jax.Array) -> jax.Array:
     """Magnitude f32 of E4M3 codes i32 0..127 (127 is NaN)."""
-    normal = _float((code + ((_BIAS - 7) << 3)) << 20)
+    normal = float_of((code + ((_BIAS - 7) << 3)) << 20)
     subnormal = code.astype(jnp.float32) * jnp.float32(2.0**-9)
     return jnp.where(code == 0x7F, jnp.nan, jnp.where(code < 8, subnormal, normal))
 
 
-def _decode_scale(byte: jax.Array, spec: Format) -> jax.Array:
+def decode_scale(byte: jax.Array, spec: Format) -> jax.Array:
+    """Scales f32 of their bytes i32."""
     if spec.reciprocal is None:
-        return _decode_e4m3(byte)
+        return decode_e4m3(byte)
     # 255 << 23 is infinity; E8M0 means NaN by it.
-    return jnp.where(byte == 255, jnp.nan, _float(byte << 23))
+    return jnp.where(byte == 255, jnp.nan, float_of(byte << 23))
 
 
-def _steps(bits: jax.Array, byte: jax.Array, spec: Format) -> tuple[jax.Array, jax.Array]:
+def steps(bits: jax.Array, byte: jax.Array, spec: Format) -> tuple[jax.Array, jax.Array]:
     """Rounds magnitudes under a power-of-two scale.
 
     Returns:
@@ -127,11 +134,11 @@ def _steps(bits: jax.Array, byte: jax.Array, spec: Format) -> tuple[jax.Array, j
         bits, is the power of two below |x|, or that of the smallest normal element if greater.
     """
     mantissa_bits, min_exponent = (1, 0) if spec.element_bits == 4 else (3, -6)
-    magnitude = bits & _MAGNITUDE
+    magnitude = bits & MAGNITUDE
     smallest = (jnp.minimum(byte, 254) + min_exponent) << 23
     unit = jnp.maximum(magnitude & _EXPONENT, smallest)
-    inverse = _float(jnp.uint32((2 * _BIAS + mantissa_bits) << 23).astype(jnp.int32) - unit)
-    scaled = _float(magnitude) * inverse
+    inverse = float_of(jnp.uint32((2 * _BIAS + mantissa_bits) << 23).astype(jnp.int32) - unit)
+    scaled = float_of(magnitude) * inverse
     if spec.amax_floor < 2.0**-100:
         # Backends read subnormals as zero, and here they can round to a normal number. An integer
         # conversion does not flush; 2**-149 is split into two normal factors.
@@ -140,9 +147,9 @@ def _steps(bits: jax.Array, byte: jax.Array, spec: Format) -> tuple[jax.Array, j
     return lax.round(scaled, lax.RoundingMethod.TO_NEAREST_EVEN), unit
 
 
-def _e2m1_code(bits: jax.Array, scale: jax.Array) -> jax.Array:
+def e2m1_code(bits: jax.Array, scale: jax.Array) -> jax.Array:
     """E2M1 magnitude codes i32 of blocks under an E4M3 scale."""
-    magnitude = _float(bits & _MAGNITUDE)
+    magnitude = float_of(bits & MAGNITUDE)
     code = jnp.zeros(bits.shape, jnp.int32)
     for index, boundary in enumerate(_E2M1_BOUNDARIES):
         edge = scale * jnp.float32(boundary)
@@ -151,9 +158,78 @@ def _e2m1_code(bits: jax.Array, scale: jax.Array) -> jax.Array:
     return code
 
 
-def _e2m1_value(code: jax.Array) -> jax.Array:
+def e2m1_value(code: jax.Array) -> jax.Array:
     """Magnitude f32 of E2M1 codes 0..7: 0, 0.5, 1, 1.5, 2, 3, 4, 6."""
-    return jnp.where(code < 2, code.astype(jnp.float32) * 0.5, _float((code + 252) << 22))
+    return jnp.where(code < 2, code.astype(jnp.float32) * 0.5, float_of((code + 252) << 22))
+
+
+def quantized(bits: jax.Array, byte: jax.Array, spec: Format) -> jax.Array:
+    """Values f32 that blocks are rounded to.
+
+    Args:
+        bits: i32, of float32 values.
+        byte: i32, of the scale of their block.
+        spec: the format.
+    """
+    if spec.reciprocal is None:
+        scale = decode_scale(byte, spec)
+        value = e2m1_value(e2m1_code(bits, scale)) * scale
+    else:
+        multiple, unit = steps(bits, byte, spec)
+        fraction = 0.5 if spec.element_bits == 4 else 0.125
+        value = multiple * jnp.float32(fraction) * float_of(unit)
+        value = jnp.where(byte == 255, jnp.nan, value)
+    return float_of(bits_of(value) | (bits & ~MAGNITUDE))
+
+
+def codes(bits: jax.Array, byte: jax.Array, spec: Format) -> jax.Array:
+    """Element codes i32 that blocks are rounded to; arguments as for `quantized`."""
+    if spec.reciprocal is None:
+        code = e2m1_code(bits, decode_scale(byte, spec))
+    else:
+        multiple, unit = steps(bits, byte, spec)
+        mantissa_bits, min_exponent = (1, 0) if spec.element_bits == 4 else (3, -6)
+        # The multiple holds the implicit leading one, which makes the exponent field one greater;
+        # subnormal multiples lack it, and one that rounds up to the next power of two carries.
+        exponent = (unit >> 23) - byte - min_exponent
+        code = (exponent << mantissa_bits) + multiple.astype(jnp.int32)
+        # A block with NaN or infinity is marked by its scale alone.
+        code = jnp.where(byte == 255, 0, code)
+    return code | jnp.where(bits < 0, 1 << (spec.element_bits - 1), 0)
+
+
+def decoded(code: jax.Array, scale: jax.Array, spec: Format) -> jax.Array:
+    """Values f32 of element codes i32 under scales f32."""
+    if spec.element_bits == 4:
+        magnitude, negative = e2m1_value(code & 7), code >> 3
+    else:
+        magnitude, negative = decode_e4m3(code & 0x7F), code >> 7
+    return float_of(bits_of(magnitude * scale) | (negative << 31))
+
+
+def split_of(rows: jax.Array, fmt: str) -> int:
+    """Bytes of elements in packed rows, before the scales; ValueError where they are none."""
+    spec = format_of(fmt)
+    if rows.dtype != jnp.uint8:
+        raise ValueError(f"{fmt}: packed rows are uint8, not {rows.dtype}")
+    unit = spec.block * spec.element_bits // 8 + 1
+    if not rows.shape[-1] or rows.shape[-1] % unit:
+        raise ValueError(f"{fmt}: a row of {rows.shape[-1]} bytes; must be a multiple of {unit}")
+    return rows.shape[-1] // unit * (unit - 1)
+
+
+def check_parts(elements: jax.Array, scales: jax.Array, fmt: str) -> None:
+    """ValueError unless there is a scale byte for each block of the elements."""
+    spec = format_of(fmt)
+    channels = elements.shape[-1] * 8 // spec.element_bits
+    shape = (*elements.shape[:-1], channels // spec.block)
+    if elements.dtype != jnp.uint8 or scales.dtype != jnp.uint8:
+        raise ValueError(f"{fmt}: packed values are uint8, not {elements.dtype}, {scales.dtype}")
+    if channels % spec.block or scales.shape != shape:
+        raise ValueError(
+            f"{fmt}: elements {elements.shape} and scales {scales.shape}: must be a scale for"
+            f" every {spec.block} channels"
+        )
 
 
 def fake_quantize(x: jax.Array, fmt: str) -> jax.Array:
@@ -161,16 +237,7 @@ def fake_quantize(x: jax.Array, fmt: str) -> jax.Array:
     spec = format_of(fmt)
     row_bytes(fmt, x.shape[-1])
     bits = _blocks(x, spec)
-    byte = _scale_byte(bits, spec)
-    scale = _decode_scale(byte, spec)
-    if spec.reciprocal is None:
-        value = _e2m1_value(_e2m1_code(bits, scale)) * scale
-    else:
-        multiple, unit = _steps(bits, byte, spec)
-        fraction = 0.5 if spec.element_bits == 4 else 0.125
-        value = multiple * jnp.float32(fraction) * _float(unit)
-        value = jnp.where(byte == 255, jnp.nan, value)
-    value = _float(_bits(value) | (bits & ~_MAGNITUDE))
+    value = quantized(bits, scale_byte(largest(bits), spec), spec)
     return value.reshape(x.shape).astype(x.dtype)
 
 
@@ -179,20 +246,8 @@ def pack(x: jax.Array, fmt: str) -> jax.Array:
     spec = format_of(fmt)
     row_bytes(fmt, x.shape[-1])
     bits = _blocks(x, spec)
-    byte = _scale_byte(bits, spec)
-    if spec.reciprocal is None:
-        code = _e2m1_code(bits, _decode_scale(byte, spec))
-    else:
-        multiple, unit = _steps(bits, byte, spec)
-        mantissa_bits, min_exponent = (1, 0) if spec.element_bits == 4 else (3, -6)
-        # The multiple holds the implicit leading one, which makes the exponent field one greater;
-        # subnormal multiples lack it, and one that rounds up to the next power of two carries.
-        exponent = (unit >> 23) - byte - min_exponent
-        code = (exponent << mantissa_bits) + multiple.astype(jnp.int32)
-        # A block with NaN or infinity is marked by its scale alone.
-        code = jnp.where(byte == 255, 0, code)
-    sign = jnp.where(bits < 0, 1 << (spec.element_bits - 1), 0)
-    code = (code | sign).reshape(x.shape)
+    byte = scale_byte(largest(bits), spec)
+    code = codes(bits, byte, spec).reshape(x.shape)
     if spec.element_bits == 4:
         code = code[..., 0::2] | (code[..., 1::2] << 4)
     return jnp.concatenate([code, byte[..., 0]], axis=-1).astype(jnp.uint8)
@@ -205,36 +260,18 @@ def decode(
     dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> jax.Array:
     """XLA definition of `fp4.decode`."""
+    check_parts(elements, scales, fmt)
     spec = format_of(fmt)
-    channels = elements.shape[-1] * 8 // spec.element_bits
-    shape = (*elements.shape[:-1], channels // spec.block)
-    if elements.dtype != jnp.uint8 or scales.dtype != jnp.uint8:
-        raise ValueError(f"{fmt}: packed values are uint8, not {elements.dtype}, {scales.dtype}")
-    if channels % spec.block or scales.shape != shape:
-        raise ValueError(
-            f"{fmt}: elements {elements.shape} and scales {scales.shape}: must be a scale for"
-            f" every {spec.block} channels"
-        )
+    shape, channels = scales.shape, scales.shape[-1] * spec.block
     code = elements.astype(jnp.int32)
     if spec.element_bits == 4:
         code = jnp.stack([code & 15, code >> 4], axis=-1)
     code = code.reshape(*shape, spec.block)
-    scale = _decode_scale(scales.astype(jnp.int32), spec)[..., None]
-    if spec.element_bits == 4:
-        magnitude, negative = _e2m1_value(code & 7), code >> 3
-    else:
-        magnitude, negative = _decode_e4m3(code & 0x7F), code >> 7
-    value = _float(_bits(magnitude * scale) | (negative << 31))
-    return value.reshape(*shape[:-1], channels).astype(dtype)
+    scale = decode_scale(scales.astype(jnp.int32), spec)[..., None]
+    return decoded(code, scale, spec).reshape(*shape[:-1], channels).astype(dtype)
 
 
 def unpack(rows: jax.Array, fmt: str, dtype: jax.typing.DTypeLike = jnp.float32) -> jax.Array:
     """XLA definition of `fp4.unpack`."""
-    spec = format_of(fmt)
-    if rows.dtype != jnp.uint8:
-        raise ValueError(f"{fmt}: packed rows are uint8, not {rows.dtype}")
-    unit = spec.block * spec.element_bits // 8 + 1
-    if not rows.shape[-1] or rows.shape[-1] % unit:
-        raise ValueError(f"{fmt}: a row of {rows.shape[-1]} bytes; must be a multiple of {unit}")
-    split = rows.shape[-1] // unit * (unit - 1)
+    split = split_of(rows, fmt)
     return decode(rows[..., :split], rows[..., split:], fmt, dtype)

@@ -22,12 +22,10 @@ RECORDED = {
     "mxfp4": ("fp4_index", "packed_u8", "scale_u8"),
     "fp8": ("fp8", "codes_u8", "scale_e8m0_u8"),
 }
-FAKE_QUANTIZE = tuple(fp4.FAKE_QUANTIZE_IMPLEMENTATIONS)
-PACK = tuple(fp4.PACK_IMPLEMENTATIONS)
 TINY = np.float32(2.0**-126)
 
 jitted = {
-    name: jax.jit(getattr(fp4, name), static_argnames=("fmt", "implementation", *more))
+    name: jax.jit(getattr(fp4, name), static_argnames=("fmt", *more))
     for name, more in (("fake_quantize", ()), ("pack", ()), ("unpack", ("dtype",)))
 }
 
@@ -104,22 +102,20 @@ def test_recorded_scales_one_ulp_around_the_boundary():
         np.testing.assert_array_equal(np.ldexp(1.0, byte - 127), numbers[f"fp32_edge.{name}"][:, 0])
 
 
-@pytest.mark.parametrize("implementation", FAKE_QUANTIZE)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", CASES)
-def test_fake_quantize_equals_definition(name, dtype, implementation):
+def test_fake_quantize_equals_definition(name, dtype):
     x, fmt = arguments(CASES[name], dtype)
-    actual = jitted["fake_quantize"](x, fmt=fmt, implementation=implementation)
+    actual = jitted["fake_quantize"](x, fmt=fmt)
     assert actual.shape == x.shape and actual.dtype == dtype
     _, expected = numpy_row(x.astype(np.float32), fmt)
     same_bits(without_subnormals(actual), without_subnormals(expected))
 
 
-@pytest.mark.parametrize("implementation", PACK)
 @pytest.mark.parametrize("name", CASES)
-def test_pack_equals_definition(name, implementation):
+def test_pack_equals_definition(name):
     x, fmt = arguments(CASES[name])
-    rows = jitted["pack"](x, fmt=fmt, implementation=implementation)
+    rows = jitted["pack"](x, fmt=fmt)
     expected, value = numpy_row(x, fmt)
     assert rows.shape == (*x.shape[:-1], fp4.row_bytes(fmt, x.shape[-1]))
     assert rows.dtype == jnp.uint8
