@@ -5,11 +5,11 @@ from __future__ import annotations
 import jax
 
 from pallas_kernels.dispatch import Implementation, dispatch
-from pallas_kernels.grouped_matmul import reference
+from pallas_kernels.grouped_matmul import mosaic_tpu, reference
 
 __all__ = ["IMPLEMENTATIONS", "grouped_matmul"]
 
-IMPLEMENTATIONS = {"xla": reference.grouped_matmul}
+IMPLEMENTATIONS = {"mosaic_tpu": mosaic_tpu.grouped_matmul, "xla": reference.grouped_matmul}
 
 
 def grouped_matmul(

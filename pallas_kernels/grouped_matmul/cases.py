@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+
+from pallas_kernels import tpu
+from pallas_kernels.grouped_matmul import grouped_matmul
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,3 +63,24 @@ def arguments(
     x = rng.normal(size=(case.rows, case.inner)).astype(np.float32)
     w = rng.normal(size=(len(sizes), case.inner, case.outer)).astype(np.float32)
     return x.astype(dtype), w.astype(dtype), np.asarray(sizes, np.int32)
+
+
+def tpu_accounts() -> dict[str, tpu.Account]:
+    """What the TPU kernel takes at the published widths, bfloat16, with its gradients."""
+    kernel = functools.partial(grouped_matmul, implementation="mosaic_tpu")
+
+    def gradients(x, w, sizes):
+        y, transpose = jax.vjp(lambda x, w: kernel(x, w, sizes), x, w)
+        return transpose(y)
+
+    accounts = {}
+    for name in ("published_up", "published_down"):
+        case = BENCHMARKS[name]
+        x = jax.ShapeDtypeStruct((case.rows, case.inner), jnp.bfloat16)
+        w = jax.ShapeDtypeStruct((case.experts, case.inner, case.outer), jnp.bfloat16)
+        sizes = jax.ShapeDtypeStruct((case.experts,), jnp.int32)
+        stated = tpu.accounts_of(gradients, x, w, sizes)
+        parts = ("forward", "gradient of rows", "gradient of weights")
+        for part, (_, account) in zip(parts, stated, strict=True):
+            accounts[f"{name} {part}"] = account
+    return accounts

@@ -133,11 +133,10 @@ def _packed(x: jax.Array, w: jax.Array, group_sizes: jax.Array, scales: jax.Arra
     return _take(y_PxRxN.reshape(-1, w.shape[1]), plan.slot_M)
 
 
-def grouped_matmul(
+def check(
     x: jax.Array, w: jax.Array, group_sizes: jax.Array, scales: jax.Array | None = None
-) -> jax.Array:
-    """XLA definition of `grouped_matmul.grouped_matmul`."""
-    x, w, group_sizes = jnp.asarray(x), jnp.asarray(w), jnp.asarray(group_sizes)
+) -> None:
+    """ValueError unless shapes and dtypes fit each other."""
     if scales is not None:
         wanted = (*w.shape[:2], x.shape[-1] // 32)
         if x.ndim != 2 or w.ndim != 3 or x.shape[1] != 2 * w.shape[2] or scales.shape != wanted:
@@ -156,6 +155,14 @@ def grouped_matmul(
         raise ValueError(
             f"grouped_matmul: x is {x.dtype}, w is {w.dtype}; must be the same, or w float32"
         )
+
+
+def grouped_matmul(
+    x: jax.Array, w: jax.Array, group_sizes: jax.Array, scales: jax.Array | None = None
+) -> jax.Array:
+    """XLA definition of `grouped_matmul.grouped_matmul`."""
+    x, w, group_sizes = jnp.asarray(x), jnp.asarray(w), jnp.asarray(group_sizes)
+    check(x, w, group_sizes, scales)
     if not x.shape[0]:
         return jnp.zeros((0, w.shape[2 if scales is None else 1]), x.dtype)
     if scales is not None:

@@ -1,7 +1,5 @@
 """Grouped matmul and its gradients against a float64 loop over experts."""
 
-import functools
-
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -10,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import fp4
-from pallas_kernels.grouped_matmul import IMPLEMENTATIONS, grouped_matmul
+from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.grouped_matmul.cases import CASES, Case, arguments
 from pallas_kernels.grouped_matmul.reference import block_rows
 
@@ -32,35 +30,33 @@ def loop(x, w, sizes, grad):
     return y, grad_x, grad_w
 
 
-@functools.partial(jax.jit, static_argnames="implementation")
-def with_gradients(x, w, sizes, grad, implementation=None):
-    y, vjp = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes, implementation=implementation), x, w)
+@jax.jit
+def with_gradients(x, w, sizes, grad):
+    y, vjp = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes), x, w)
     return y, *vjp(grad)
 
 
-def check(x, w, sizes, grad, tolerance, implementation=None):
-    results = with_gradients(x, w, sizes, grad, implementation=implementation)
+def check(x, w, sizes, grad, tolerance):
+    results = with_gradients(x, w, sizes, grad)
     for actual, expected, like in zip(results, loop(x, w, sizes, grad), (x, x, w), strict=True):
         assert actual.dtype == like.dtype
         bound = tolerance * max(np.abs(expected).max(), 1.0)
         np.testing.assert_allclose(np.asarray(actual, np.float64), expected, rtol=0, atol=bound)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", CASES)
-def test_equals_loop(name, implementation):
+def test_equals_loop(name):
     x, w, sizes = arguments(CASES[name])
     grad = np.random.default_rng(1).normal(size=(len(x), w.shape[2])).astype(np.float32)
-    check(x, w, sizes, grad, 2e-6, implementation)
+    check(x, w, sizes, grad, 2e-6)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_bfloat16_accumulates_in_fp32(implementation):
+def test_bfloat16_accumulates_in_fp32():
     x, w, sizes = arguments(Case((5, 0, 700, 11), rows=720, inner=33), jnp.bfloat16)
     grad = np.ones((len(x), w.shape[2]), np.float32).astype(jnp.bfloat16)
     # A bf16 accumulator would stop growing at 256.
     x[5:705] = 1
-    check(x, w, sizes, grad, BF16_TOLERANCE, implementation)
+    check(x, w, sizes, grad, BF16_TOLERANCE)
 
 
 def test_a_float32_weight_of_bfloat16_rows_gets_a_float32_gradient():
