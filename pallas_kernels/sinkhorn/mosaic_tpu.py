@@ -394,15 +394,16 @@ def _call(plan: _Plan, what: str, kernel, operands, results, scratch) -> dict[st
             return pl.BlockSpec(array.shape, lambda *_: (0, 0))
         return plan.matrix() if len(array.shape) == 2 else plan.vector()
 
-    arrays = operands | results
-    blocks = {name: block_of(name, array) for name, array in arrays.items()}
+    # The momentum is an operand and a result: pairs, not one mapping.
+    arrays = [*operands.items(), *results.items()]
+    blocks = {name: block_of(name, array) for name, array in arrays}
     account = tpu.Account(
         vmem_bytes=sum(
             2 * math.prod(size or 1 for size in blocks[name].block_shape) * array.dtype.itemsize
-            for name, array in arrays.items()
+            for name, array in arrays
         )
         + sum(4 * math.prod(s.shape) for s in scratch.values()),
-        hbm_bytes=sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays.values()),
+        hbm_bytes=sum(math.prod(array.shape) * array.dtype.itemsize for _, array in arrays),
         transcendentals=2 * plan.rows,
     )
     outputs = pl.pallas_call(

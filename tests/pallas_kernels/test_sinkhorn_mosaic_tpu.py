@@ -9,6 +9,7 @@ import pytest
 
 from pallas_kernels.sinkhorn import mosaic_tpu, reference, sinkhorn, sinkhorn_update
 from pallas_kernels.sinkhorn.cases import Case, arguments
+from pallas_kernels.tpu import accounts_of
 
 WIDE = {
     "dense": Case((37, 128)),
@@ -107,3 +108,12 @@ def test_published_shapes_compile(tpu, shape, dtype):
     # What lies between the passes, and vectors; no copy of a matrix.
     matrix = np.prod(shape) * (2 if dtype else 4)
     assert compiled.memory_analysis().temp_size_in_bytes < 1.2 * matrix
+
+
+def test_an_update_moves_44_bytes_an_element():
+    shape = (4096, 1024)
+    matrix = jax.ShapeDtypeStruct(shape, jnp.float32)
+    update = functools.partial(sinkhorn_update, implementation="mosaic_tpu")
+    (_, first), (_, columns), (_, both), (_, last) = accounts_of(update, matrix, matrix)
+    moved = sum(account.hbm_bytes for account in (first, columns, both, both, both, both, last))
+    assert 44 <= moved / np.prod(shape) < 44.5
