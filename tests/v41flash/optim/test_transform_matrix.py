@@ -132,7 +132,10 @@ def test_masked(entry):
 
 
 @every
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+@pytest.mark.parametrize(
+    "dtype",
+    ["bfloat16", *(pytest.param(name, marks=pytest.mark.slow) for name in ("float16", "float64"))],
+)
 def test_dtypes_and_shapes_are_stable(entry, dtype):
     """Under scan and cond, which refuse anything that changes."""
     with jax.enable_x64(dtype == "float64"):
