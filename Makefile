@@ -1,5 +1,6 @@
 # make train   sets up and trains configs/quickstart.py into runs/quickstart
-# make test    sets up and runs the quick tests; make test-all adds those marked slow
+# make test    sets up and runs the quick tests
+# make test-all  adds those marked slow, and lets XLA optimise what it compiles (see tests/conftest.py)
 # Variables: PYTHON (makes the environment), VENV (where it lies), WORKDIR (where training goes),
 # JOBS (tests at a time), JAX_PLATFORMS (what tests run on), EXTRAS (of setup.py).
 # make extra-NAME adds an extra of setup.py to the environment: with cuda13-local (and ptxas) the
@@ -17,6 +18,9 @@ READY := $(VENV)/.ready
 # Compiled programs are kept between test runs: a second run takes an eighth of the time.
 TEST_ENV := JAX_PLATFORMS=$(JAX_PLATFORMS) JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.cache/jax \
 	JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1
+
+# Tests of a file share what they compile: they stay in one process.
+TEST_OPTIONS := -q -rs -n $(JOBS) --dist loadfile
 
 .PHONY: setup train test test-all lint clean
 
@@ -36,10 +40,10 @@ train: $(READY)
 	@$(RUN) -m train.main --config=configs/quickstart.py --workdir=$(WORKDIR)
 
 test: $(READY)
-	@$(TEST_ENV) $(RUN) -m pytest -q -rs -n $(JOBS)
+	@$(TEST_ENV) $(RUN) -m pytest $(TEST_OPTIONS)
 
 test-all: $(READY)
-	@$(TEST_ENV) $(RUN) -m pytest -q -rs -n $(JOBS) -m "slow or not slow"
+	@$(TEST_ENV) XLA_FLAGS="$(XLA_FLAGS)" $(RUN) -m pytest $(TEST_OPTIONS) -m "slow or not slow"
 
 lint: $(READY)
 	@$(RUN) -m ruff check .

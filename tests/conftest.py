@@ -10,7 +10,10 @@ GOLDEN = pathlib.Path(__file__).parent / "golden"
 
 # Tests compile much and compute little. Programs of a run with XLA_FLAGS of its own (`make
 # test-all`) are compiled as it says. Read by XLA when the first backend is made.
-_QUICK_COMPILATION = ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
+_QUICK_COMPILATION = [
+    "--xla_backend_optimization_level=0",
+    "--xla_llvm_disable_expensive_passes=true",
+]
 if importlib.metadata.version("jax").startswith("0.10."):
     _QUICK_COMPILATION.append("--xla_cpu_use_fusion_emitters=false")
 os.environ.setdefault("XLA_FLAGS", " ".join(_QUICK_COMPILATION))

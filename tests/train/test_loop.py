@@ -136,6 +136,7 @@ def test_the_same_call_again_says_that_the_run_is_complete(straight, folder, cap
     assert (straight / "metrics.jsonl").read_text() == before
 
 
+@pytest.mark.slow
 def test_the_same_call_again_makes_up_what_is_missing(straight, folder, tmp_path, capsys):
     """Stopped in the last evaluation: the state is saved, its numbers come with the next call."""
     shutil.copytree(straight, tmp_path / "run")
@@ -154,6 +155,7 @@ def test_the_same_call_again_makes_up_what_is_missing(straight, folder, tmp_path
     assert sample in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_run_is_saved_before_it_is_evaluated(folder, tmp_path, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt
@@ -166,6 +168,7 @@ def test_a_run_is_saved_before_it_is_evaluated(folder, tmp_path, monkeypatch):
     assert [row["step"] for row in _rows(tmp_path)] == [1, 2]
 
 
+@pytest.mark.slow
 def test_a_run_in_two_parts_has_the_same_numbers(straight, folder, tmp_path, capsys):
     # Up to the boundary of the stages.
     loop.run(_config(folder, steps=3), tmp_path)

@@ -140,6 +140,7 @@ def test_completion(client, generator):
     assert answer.usage.total_tokens == 4 + len(truth.tokens)
 
 
+@pytest.mark.slow
 def test_prompts_and_choices(client, generator):
     ids = [int(i) for i in generator.encode("xyz")]
     answer = client.completions.create(
@@ -177,6 +178,7 @@ def look(*urls):
     return {"role": "user", "content": [{"type": "text", "text": "What is it?"}, *parts]}
 
 
+@pytest.mark.slow
 def test_images(client, generator):
     """The first token's distribution is that of a prefill with the same images."""
     messages = [look(data_url(1), data_url(2, (20, 80)))]

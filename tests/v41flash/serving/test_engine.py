@@ -84,6 +84,7 @@ def test_each_gets_what_it_gets_alone(generator, engine):
     assert engine.load == (0, 0)
 
 
+@pytest.mark.slow
 def test_likeliest_tokens(generator, engine):
     listener = Listener()
     engine.submit(request(generator, 4, top=5, temperature=0.0), listener)
