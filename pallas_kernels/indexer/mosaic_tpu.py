@@ -3,9 +3,8 @@
 * All entries: scores are stored, a chunk of queries at a time, and the kernel of topk selects from
   them; a pool is selected from them by the same kernel, blocks in place of entries.
 * A given pool: its blocks of 8 keys are copied one by one, whatever their number among all.
-* Listed entries are scored densely, and their gradients made densely. One query lists some hundred
-  entries, and scoring 16,384 entries for it takes the matrix unit as long as issuing that many
-  copies takes a core; the larger `LISTED_ENTRIES` counts that half of the entries are not visible.
+* Listed entries are scored densely, and their gradients made densely: 512 copies take a core some
+  10,000 cycles to issue, in which its matrix unit scores 160,000 entries for 32 heads.
 
 What is not in blocks of 8 is left to XLA: pools of blocks of another size and, decided at run time,
 blocks that do not begin at multiples of their size.
