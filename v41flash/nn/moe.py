@@ -4,8 +4,7 @@ Every token goes to its top-k experts; none is dropped. The router's selection b
 gradient: after each step `update_router_bias` moves them towards equal load, text and image tokens
 apart.
 
-On a mesh this is correct but not yet spread: assignments are sorted over the whole batch, so the
-compiler gathers all rows, and every device multiplies all of them by the experts that it holds.
+On a mesh every device routes its own tokens; `v41flash.nn.experts` takes them to their experts.
 """
 
 from __future__ import annotations
@@ -18,21 +17,22 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import grouped_matmul
-from v41flash import layout
+from v41flash import exchange, layout
 from v41flash.config import ModelConfig
 from v41flash.kernels import Kernels
+from v41flash.nn import experts as experts_lib
 from v41flash.nn import linear
 from v41flash.nn.context import Context
 from v41flash.nn.linear import contract
-from v41flash.sharding import partitioned
+from v41flash.sharding import on_shards, partitioned
 
 
 class Routing(NamedTuple):
-    """Routing of N = B*T tokens.
+    """Routing of the tokens of a batch.
 
     Attributes:
-        experts: int32 [N, k].
-        weights: float32 [N, k], normalised and scaled.
+        experts: int32 [B, T, k].
+        weights: float32 [B, T, k], normalised and scaled.
         balance_loss: float32 scalar, sequence-wise.
     """
 
@@ -79,7 +79,7 @@ class Router(nn.Module):
         self.sow("intermediates", "topk_idx", chosen)
         self.sow("intermediates", "topk_w", weights)
         balance = self._balance_loss(scores, selected, context.valid)
-        return Routing(chosen.reshape(-1, k), weights.reshape(-1, k), balance)
+        return Routing(chosen, weights, balance)
 
     def _record(self, name: str, load: jax.Array) -> None:
         self.sow("router_load", name, load, init_fn=lambda: 0.0, reduce_fn=lambda _, new: new)
@@ -128,32 +128,68 @@ class MoE(nn.Module):
         shared_w2 = weight("shared_w2", layout.linear(d, shared), "expert_hidden", "embed")
 
         routing = Router(cfg, name="router")(x_BxTxd, context)
-        x = x_BxTxd.reshape(-1, d)
-        count, k = routing.experts.shape
-        order = jnp.argsort(routing.experts.reshape(-1), stable=True)
-        token = order // k
-        sizes = jnp.bincount(routing.experts.reshape(-1), length=experts).astype(jnp.int32)
-        up = self._grouped(x, token, w13, sizes)
-        weight = routing.weights.reshape(-1)[order]
-        routed = self._grouped(self._swiglu(up, weight), None, w2, sizes)
-        # Row r of the sorted order belongs to assignment order[r]; undo it by a gather.
-        place = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=order.dtype))
-        routed = routed[place].reshape(count, k, d).astype(jnp.float32).sum(axis=1)
-
+        routed = self._routed(x_BxTxd, routing, w13, w2)
         # Over two axes: jax 0.10 on the CPU lacks the bfloat16 weight gradient of "nd,djf->njf".
-        up = contract("btd,djf->btjf", x_BxTxd, shared_w13).reshape(count, 2 * shared)
-        own = contract("nf,fd->nd", self._swiglu(up, None), shared_w2)
-        out = (own.astype(jnp.float32) + routed).astype(x.dtype)
-        return out.reshape(x_BxTxd.shape), routing.balance_loss
+        up = contract("btd,djf->btjf", x_BxTxd, shared_w13)
+        own = contract("btf,fd->btd", self._swiglu(up.reshape(*up.shape[:2], -1), None), shared_w2)
+        out = (own.astype(jnp.float32) + routed).astype(x_BxTxd.dtype)
+        return out, routing.balance_loss
+
+    def _routed(
+        self,
+        x_BxTxd: jax.Array,
+        routing: Routing,
+        w13: jax.Array | linear.Packed,
+        w2: jax.Array | linear.Packed,
+    ) -> jax.Array:
+        """float32 [B, T, d], the sum of every token's experts."""
+        leaves, structure = jax.tree.flatten((w13, w2))
+        if isinstance(w13, linear.Packed):
+            # Elements and scales of each.
+            names = [
+                *[("experts", None, "expert_hidden", None)] * 2,
+                *[("experts", "embed", "expert_hidden")] * 2,
+            ]
+        else:
+            names = [
+                ("experts", "embed", None, "expert_hidden"),
+                ("experts", "expert_hidden", "embed"),
+            ]
+
+        def local(axes, x, chosen, weights, *parts):
+            held = tuple(
+                exchange.gathered(part, axes.get("embed", ()), name.index("embed"), x.dtype)
+                if "embed" in name
+                else part
+                for part, name in zip(parts, names, strict=True)
+            )
+
+            def products(rows, weight, held, sizes):
+                w13, w2 = jax.tree.unflatten(structure, held)
+                up = self._grouped(rows, w13, sizes)
+                return self._grouped(self._swiglu(up, weight), w2, sizes)
+
+            k = chosen.shape[-1]
+            out = experts_lib.routed(
+                products,
+                axes["experts"],
+                x.reshape(-1, x.shape[-1]),
+                chosen.reshape(-1, k),
+                weights.reshape(-1, k),
+                held,
+            )
+            if axes["expert_hidden"]:
+                out = jax.lax.psum(out, axes["expert_hidden"])
+            return out.reshape(x.shape)
+
+        token = ("batch", "length", None)
+        run = on_shards(local, (token, token, token, *names), list(token))
+        return run(x_BxTxd, routing.experts, routing.weights, *leaves)
 
     def _grouped(
-        self,
-        x: jax.Array,
-        rows: jax.Array | None,
-        weight: jax.Array | linear.Packed,
-        sizes: jax.Array,
+        self, x: jax.Array, weight: jax.Array | linear.Packed, sizes: jax.Array
     ) -> jax.Array:
-        """Rows of x (all, where None), sorted by expert, times their expert's weight."""
+        """Rows of x, sorted by expert, times their expert's weight."""
         scales = None
         if isinstance(weight, linear.Packed):
             x = weight.round_input(x)
@@ -164,11 +200,7 @@ class MoE(nn.Module):
         else:
             weight = weight.reshape(*weight.shape[:2], -1)
         return grouped_matmul.grouped_matmul(
-            x if rows is None else x[rows],
-            weight,
-            sizes,
-            scales,
-            implementation=self.kernels.grouped_matmul,
+            x, weight, sizes, scales, implementation=self.kernels.grouped_matmul
         )
 
     def _swiglu(self, up: jax.Array, weight: jax.Array | None) -> jax.Array:
