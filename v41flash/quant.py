@@ -15,11 +15,18 @@ import jax
 
 from pallas_kernels import fp4
 from pallas_kernels.dispatch import Implementation
+from v41flash.sharding import on_shards
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _straight_through(x: jax.Array, fmt: str, implementation: Implementation) -> jax.Array:
-    return fp4.fake_quantize(x, fmt, implementation=implementation)
+    def local(axes: dict[str, tuple[str, ...]], x: jax.Array) -> jax.Array:
+        del axes
+        return fp4.fake_quantize(x, fmt, implementation=implementation)
+
+    names = ("batch", "queries")[: x.ndim - 1]
+    names += (None,) * (x.ndim - len(names))
+    return on_shards(local, (names,), list(names))(x)
 
 
 def _forward(x: jax.Array, fmt: str, implementation: Implementation) -> tuple[jax.Array, None]:
@@ -40,7 +47,8 @@ def fake_quantize(x: jax.Array, fmt: str, implementation: Implementation = None)
     """Rounds `x` to the values that a cache in format `fmt` can hold.
 
     Args:
-        x: [..., D], any float dtype; blocks run along the last axis.
+        x: [..., D], any float dtype; blocks run along the last axis. On a mesh the first two axes
+            are taken to be rows of a batch and tokens.
         fmt: "fp4", "mxfp4" or "fp8" (see `pallas_kernels.fp4`), or "none" for no rounding.
         implementation: of `pallas_kernels.fp4`: a name, a tuple of names, or None.
 

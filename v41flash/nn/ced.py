@@ -12,13 +12,14 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import mhc
 from v41flash.config import LayerGroup, ModelConfig
 from v41flash.config_checks import DOCUMENT_ALIGNMENT as ALIGNMENT
 from v41flash.image_rows import TEXT
 from v41flash.kernels import Kernels
+from v41flash.nn import ops
 from v41flash.nn.block import LayerAux, Unit
 from v41flash.nn.context import make_context
+from v41flash.nn.engram import prefetch
 from v41flash.nn.linear import contract
 from v41flash.nn.mhc import Residual
 from v41flash.nn.vision import ImageBatch, Images
@@ -111,6 +112,10 @@ class CED(nn.Module):
             images = images._replace(source=_pad_rows(images.source))
             is_image = images.source != TEXT
         context = make_context(cfg, positions, segment_ids, engram_rows, is_image)
+        if engram_rows is not None and not self.is_initializing():
+            params = self.variables["params"]
+            memory = prefetch(cfg, params, engram_rows, self.kernels)
+            context = context._replace(engram_memory=memory)
         x = constrain(jnp.take(embed, tokens, axis=0).astype(cfg.dtype), "batch", "length", None)
         if images is not None or (cfg.vision is not None and self.is_initializing()):
             x = constrain(Images(cfg, name="images")(x, images), "batch", "length", None)
@@ -122,7 +127,7 @@ class CED(nn.Module):
             aux.append(group_aux)
         streams = residual.written(self.kernels.mhc)
         self.sow("intermediates", "x_out", streams)
-        hidden = mhc.mix(
+        hidden = ops.mix(
             streams,
             residual.pre,
             norm,

@@ -31,6 +31,7 @@ class Context(NamedTuple):
         valid: bool [B, T], False on padding.
         is_image: bool [B, T] or None: tokens that are part of an image span.
         engram_rows: int32 [B, T, sites, rows] of the Engram tables, or None.
+        engram_memory: what has been looked up of them already, [B, T, rows * c] per site.
         window: sliding-window rows seen by each query, per part ("encoder", "decoder").
         main: compressed entries visible to each query, per compression ratio m.
         angles: rotation angles, per table ("window", "compressed").
@@ -45,6 +46,7 @@ class Context(NamedTuple):
     main: dict[int, Ranges]
     angles: dict[str, rope.RopeTable]
     entry_angles: dict[int, rope.RopeTable]
+    engram_memory: dict[int, jax.Array] = {}
 
 
 def rope_frequencies(config: ModelConfig) -> dict[str, np.ndarray]:

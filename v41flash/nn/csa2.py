@@ -22,12 +22,11 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels import indexer as indexer_op
-from pallas_kernels import sparse_attention as attention_op
 from pallas_kernels.rms_norm import rms_norm
 from v41flash import layout, quant
 from v41flash.config import LayerSpec, ModelConfig
 from v41flash.kernels import Kernels
-from v41flash.nn import linear, rope
+from v41flash.nn import linear, ops, rope
 from v41flash.nn.compressor import Compressor
 from v41flash.nn.context import Context
 from v41flash.nn.index_loss import Lesson, teach
@@ -163,7 +162,7 @@ class CSA2(nn.Module):
         entry_angles = context.entry_angles[self.spec.ratio]
         rotated = rope.rotate(latent, entry_angles)
         largest = jnp.max(jnp.abs(jax.lax.stop_gradient(rotated))).astype(jnp.float32)
-        rows = quant.fake_quantize(rotated, self.config.main_kv_format, self.kernels.fp4)
+        rows = ops.shared_rows(rotated, self.config.main_kv_format, self.kernels.fp4)
         keys = self.indexer.keys(latent, entry_angles)
         if memory is not None:
             memory = memory.store(layer, rows, keys, first)
@@ -204,7 +203,7 @@ class CSA2(nn.Module):
                 shared = self._recall(index_query, shared, context, memory)
             else:
                 shared = self._choose(index_query, shared, context)
-        out, lse = self._attend(q, window, shared, context)
+        out, lse = self._attend(q, window, shared, context, own_window=memory is None)
         lesson = None
         if self.teacher and spec.ratio:
             lesson = teach(
@@ -272,7 +271,13 @@ class CSA2(nn.Module):
         return SharedKV(rows, None, places, pool, None)
 
     def _attend(
-        self, q: jax.Array, window: jax.Array, shared: SharedKV | None, context: Context
+        self,
+        q: jax.Array,
+        window: jax.Array,
+        shared: SharedKV | None,
+        context: Context,
+        *,
+        own_window: bool,
     ) -> tuple[jax.Array, jax.Array]:
         cfg, spec = self.config, self.spec
         window_range = context.window[spec.part]
@@ -283,7 +288,7 @@ class CSA2(nn.Module):
             if indices is None:
                 visible = context.main[spec.ratio]
                 main = {"main_lo": visible.lo, "main_hi": visible.hi}
-        return attention_op.sparse_attention(
+        return ops.sparse_attention(
             q,
             window,
             window_range.lo,
@@ -292,6 +297,7 @@ class CSA2(nn.Module):
             indices,
             self.sink,
             window=cfg.sliding_window,
+            own_window=own_window,
             implementation=self.kernels.sparse_attention,
             **main,
         )

@@ -17,12 +17,11 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import sparse_attention as attention_op
 from pallas_kernels.rms_norm import rms_norm
 from v41flash import layout
 from v41flash.config import LayerSpec, ModelConfig
 from v41flash.kernels import Kernels
-from v41flash.nn import linear, rope
+from v41flash.nn import linear, ops, rope
 from v41flash.nn.context import Context, make_context, rope_frequencies
 from v41flash.nn.csa2 import CSA2
 from v41flash.nn.linear import contract
@@ -109,7 +108,7 @@ class DraftBlock(nn.Module):
         _, q = self.attn.query(x, angles)
         rows = jnp.concatenate([past, self.attn.window_rows(x, angles)], axis=1)
         shape = q.shape[:2]
-        out, _ = attention_op.sparse_attention(
+        out, _ = ops.sparse_attention(
             q,
             rows,
             jnp.broadcast_to(lo[:, None], shape),
@@ -118,6 +117,7 @@ class DraftBlock(nn.Module):
             None,
             self.attn.sink,
             window=rows.shape[1],
+            own_window=False,
             implementation=self.kernels.sparse_attention,
         )
         x, residual = self.hc_ffn(residual._replace(out=self.attn.output(out, angles)))

@@ -1,22 +1,27 @@
 """Engram: hashed n-gram memory, written into the streams in front of a layer.
 
 The rows to look up depend on tokens alone (`v41flash.text.engram_hash`), so the data pipeline
-brings them along with the batch.
+brings them along with the batch, and they are looked up before the first layer runs (`prefetch`):
+on a mesh they come from other devices, and a rematerialised layer must not fetch them again.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import engram_gather, fp4
+from pallas_kernels import fp4
 from v41flash import layout
 from v41flash.config import ModelConfig
 from v41flash.kernels import Kernels
 from v41flash.nn import linear
 from v41flash.nn.context import Context
 from v41flash.nn.linear import contract
+from v41flash.nn.lookup import look_up
 from v41flash.sharding import partitioned
 
 
@@ -39,7 +44,8 @@ class Engram(nn.Module):
 
         Args:
             streams_BxTxnxd: [B, T, n, d].
-            context: of the batch; its `engram_rows[:, :, site]` are looked up.
+            context: of the batch; its `engram_rows[:, :, site]` are looked up, unless
+                `engram_memory` has them.
 
         Returns:
             [B, T, n, d]; rows of image tokens come back as they went in.
@@ -54,10 +60,11 @@ class Engram(nn.Module):
         q_weight = self.param("q_weight", ones, (n, d), f32)
         k_weight = self.param("k_weight", ones, (n, d), f32)
 
-        rows = context.engram_rows[:, :, self.site]
-        memory = engram_gather.engram_gather(
-            table, rows, streams_BxTxnxd.dtype, implementation=self.kernels.engram_gather
-        )
+        if self.site in context.engram_memory:
+            memory = context.engram_memory[self.site]
+        else:
+            rows = context.engram_rows[:, :, self.site]
+            memory = look_up(table, rows, streams_BxTxnxd.dtype, self.kernels.engram_gather)
         projected = contract("btm,mnd->btnd", memory, wkv)
         key = projected[:, :, :n].astype(f32)
         value = projected[:, :, n:].astype(f32)
@@ -81,6 +88,29 @@ class Engram(nn.Module):
             return self.param("table", partitioned(zeros, axes), shape, jnp.uint8)
         normal = nn.initializers.truncated_normal(cfg.initializer_range)
         return self.param("table", partitioned(normal, axes), (rows, width), jnp.float32)
+
+
+def prefetch(
+    config: ModelConfig, params: Mapping[str, Any], rows: jax.Array, kernels: Kernels
+) -> dict[int, jax.Array]:
+    """Looks up the rows of all sites.
+
+    Args:
+        config: the model.
+        params: of `v41flash.nn.ced.CED`.
+        rows: int32 [B, T, sites, R].
+        kernels: implementations to run.
+
+    Returns:
+        [B, T, R*c] in `config.dtype`, per site.
+    """
+    memory = {}
+    for group in config.groups:
+        site = group.first.engram
+        if site is not None:
+            table = params[group.name]["first"]["engram"]["table"]
+            memory[site] = look_up(table, rows[:, :, site], config.dtype, kernels.engram_gather)
+    return memory
 
 
 def _signed_sqrt(score: jax.Array) -> jax.Array:

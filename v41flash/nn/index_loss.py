@@ -20,6 +20,7 @@ divergence, a chunk of queries at a time.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -29,6 +30,7 @@ from pallas_kernels import indexer as indexer_op
 from pallas_kernels import sparse_attention as attention_op
 from pallas_kernels.chunking import chunk_size, map_queries
 from v41flash.kernels import Kernels
+from v41flash.nn import ops
 from v41flash.nn.context import Ranges
 from v41flash.nn.indexer import IndexQuery
 
@@ -92,14 +94,27 @@ def teach(
     """
     q, lse_with_sink, main_rows = jax.lax.stop_gradient((q, lse_with_sink, main_rows))
     if indices is not None:
-        mass = attention_op.selected_mass(
-            q, main_rows, indices, lse_with_sink, implementation=kernels.sparse_attention
-        )
+        mass = ops.selected_mass(q, main_rows, indices, lse_with_sink, kernels.sparse_attention)
         teacher = probabilities(mass)
         return Lesson(negative_entropy(teacher), teacher)
 
     # Gradients of a key from many chunks add up in float32.
     keys = index_keys.astype(jnp.float32)
+    run = functools.partial(_divergence, kernels=kernels)
+    queries = (q, lse_with_sink, *query, *visible)
+    return Lesson(ops.of_queries(run, queries, (main_rows, keys)), None)
+
+
+def _divergence(queries: tuple, shared: tuple, *, kernels: Kernels) -> jax.Array:
+    """float32 [B, T]: the whole divergence over all visible entries, a chunk of queries at a time.
+
+    Args:
+        queries: attention queries, logarithms of their denominators, index queries, head weights,
+            and ranges of visible entries.
+        shared: entries and index keys.
+        kernels: implementations to run.
+    """
+    main_rows, keys = shared
 
     def divergence(q, lse_with_sink, index_q, weights, lo, hi):
         mass = attention_op.selected_mass(
@@ -115,10 +130,9 @@ def teach(
         teacher = probabilities(mass)
         return negative_entropy(teacher) + cross_entropy(teacher, scores)
 
-    batch, length, heads, _ = q.shape
-    largest = 4 * max(heads, query.q.shape[2]) * main_rows.shape[1]
-    queries = (q, lse_with_sink, *query, *visible)
-    return Lesson(map_queries(divergence, queries, chunk_size(length, batch, largest)), None)
+    batch, length, heads, _ = queries[0].shape
+    largest = 4 * max(heads, queries[2].shape[2]) * main_rows.shape[1]
+    return map_queries(divergence, queries, chunk_size(length, batch, largest))
 
 
 def indexer_kl(
@@ -146,7 +160,7 @@ def indexer_kl(
     """
     nats = lesson.nats
     if lesson.teacher is not None:
-        scores = indexer_op.scores_at(*query, index_keys, indices, implementation=kernels.indexer)
+        scores = ops.scores_at(*query, index_keys, indices, kernels.indexer)
         scores = jnp.where(indices >= 0, scores, -jnp.inf)
         nats = nats + cross_entropy(lesson.teacher, scores)
     return jnp.sum(jnp.where(valid, nats, 0.0)) / (layers * jnp.maximum(jnp.sum(valid), 1))

@@ -21,7 +21,7 @@ from v41flash import layout, quant
 from v41flash.cache import PagedRows
 from v41flash.config import ModelConfig
 from v41flash.kernels import Kernels
-from v41flash.nn import linear, rope
+from v41flash.nn import linear, ops, rope
 from v41flash.nn.context import Ranges
 from v41flash.nn.linear import contract
 from v41flash.sharding import partitioned
@@ -64,7 +64,7 @@ class Indexer(nn.Module):
         k = rms_norm(
             contract("bgk,kd->bgd", latent_BxGxD, self.wk), self.k_norm, self.config.rms_norm_eps
         )
-        k = quant.fake_quantize(rope.rotate(k, angles), self.config.index_format, self.kernels.fp4)
+        k = ops.shared_rows(rope.rotate(k, angles), self.config.index_format, self.kernels.fp4)
         self.sow("intermediates", "k", k)
         return k
 
@@ -109,7 +109,7 @@ def select(
     """
     blocks = (config.candidate_topk_blocks, config.candidate_block_size)
     q, weights, keys = jax.lax.stop_gradient((query.q, query.weights, keys_BxGxDi))
-    indices, made = indexer_op.select(
+    indices, made = ops.select(
         q,
         weights,
         keys,

@@ -14,12 +14,13 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import mhc
+from pallas_kernels.dispatch import Implementation
 from v41flash.config import ModelConfig
 from v41flash.kernels import Kernels
+from v41flash.nn import ops
 from v41flash.sharding import constrain, partitioned
 
-STREAM_AXES = ("batch", "length", None, None)
+STREAM_AXES = ("batch", "queries", None, None)
 
 
 class Residual(NamedTuple):
@@ -49,11 +50,9 @@ class Residual(NamedTuple):
         pre = jnp.broadcast_to(jnp.eye(n, dtype=jnp.float32)[0], (batch, length, n))
         return cls(streams, jnp.zeros_like(x_BxTxd), post, comb, pre)
 
-    def written(self, implementation: mhc.Implementation = None) -> jax.Array:
+    def written(self, implementation: Implementation = None) -> jax.Array:
         """Streams [B, T, n, d] after the pending write."""
-        return mhc.write(
-            self.streams, self.out, self.post, self.comb, implementation=implementation
-        )
+        return ops.write(self.streams, self.out, self.post, self.comb, implementation)
 
 
 class HyperConnection(nn.Module):
@@ -103,11 +102,11 @@ class HyperConnection(nn.Module):
             implementation=self.kernels.mhc,
         )
         if streams is None:
-            streams, x, made = mhc.write_read(
+            streams, x, made = ops.write_read(
                 *residual[:4], residual.pre, fn, base, scale, norm, **keywords
             )
         else:
-            x, made = mhc.read(streams, residual.pre, fn, base, scale, norm, **keywords)
+            x, made = ops.read(streams, residual.pre, fn, base, scale, norm, **keywords)
         streams = constrain(streams, *STREAM_AXES)
         for name, value in (("streams", streams), ("x", x), *made._asdict().items()):
             self.sow("intermediates", name, value)

@@ -17,12 +17,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import mhc
 from v41flash.cache import WindowCache
 from v41flash.config import ModelConfig
 from v41flash.image_rows import TEXT
 from v41flash.kernels import Kernels
-from v41flash.nn import rope
+from v41flash.nn import ops, rope
 from v41flash.nn.block import Block, Carry
 from v41flash.nn.context import Context, Ranges, rope_frequencies
 from v41flash.nn.csa2 import SharedKV
@@ -317,7 +316,7 @@ def _finish(
 
 def _hidden(model: Model, weights: Weights, residual: Residual) -> jax.Array:
     """The head's input [B, T, d]."""
-    return mhc.mix(
+    return ops.mix(
         residual.written(model.kernels.mhc),
         residual.pre,
         weights.norm,
