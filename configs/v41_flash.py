@@ -1,11 +1,16 @@
 """DeepSeek-V4.1-Flash as published: 552B parameters and 196B of Engram tables.
 
     python -m eval.accounting --config=configs/v41_flash.py
+    python -m train.aot --config=configs/v41_flash.py --topology=v5p:8x8x8
 
 The recipe of the V4.1 report, sections 2.5 and 4.2.2, as far as it is public: 100.6M tokens a step
 from the first step on, warm-up over 2,000 steps to 2.6e-4, constant to 28T tokens, cosine to a
 tenth at 40T, constant to 45T; sequences of 64K, of 1M from 34T on, with sparse attention from
 scratch. Not public, and so left at the defaults: the indexers' loss, clipping, the data mixture.
+
+Laid out for 512 chips of TPU v5p (docs/results/full_scale.md): a step of 64K sequences is 48
+microbatches of 32, each sequence over 16 chips; the experts are split 32 ways, and what each chip
+then shares with 15 others is split again. More chips become copies (`mesh.data`).
 """
 
 from configs import _defaults
@@ -14,6 +19,8 @@ from v41flash import presets
 _SEQUENCE, _LONG_SEQUENCE = 65_536, 1_048_576
 # 1,536 sequences of 64K, or 96 of 1M: the published 100.6M.
 _TOKENS = 1_536 * _SEQUENCE
+# Devices that share the rows of a batch, and the tokens of a row.
+_ROWS, _CONTEXT = 32, 16
 
 
 def _step(trillions: int) -> int:
@@ -22,7 +29,7 @@ def _step(trillions: int) -> int:
 
 def get_config():
     """The configuration."""
-    config = _defaults.get_config(presets.v41_flash())
+    config = _defaults.get_config(presets.v41_flash(engram_row_multiple=_ROWS * _CONTEXT))
 
     config.data.tokenizer = "published"
     config.data.sequence_length = _SEQUENCE
@@ -39,7 +46,11 @@ def get_config():
     config.optimizer.vision_lr_factor = 0.1
     config.train.freeze_vision = True
 
+    config.mesh.expert = _ROWS
+    config.mesh.context = _CONTEXT
+
     config.train.steps = _step(45)
+    config.train.accumulation = _TOKENS // _SEQUENCE // _ROWS
     config.train.stages = (
         (_step(28), {"train.freeze_vision": False}),
         (
@@ -47,6 +58,7 @@ def get_config():
             {
                 "data.sequence_length": _LONG_SEQUENCE,
                 "data.batch_size": _TOKENS // _LONG_SEQUENCE,
+                "train.accumulation": _TOKENS // _LONG_SEQUENCE // _ROWS,
             },
         ),
     )

@@ -212,6 +212,9 @@ class ModelConfig:
     # training. `activation_format` rounds what they are multiplied with.
     weight_form: str = "expanded"
     activation_format: str = "none"
+    # Engram tables are filled up with rows that nothing names to a multiple of this, so that they
+    # can be split over devices: their sizes are sums of primes.
+    engram_row_multiple: int = 1
 
     def __post_init__(self):
         if self.candidate_source_layer_id == -1:
@@ -301,6 +304,12 @@ class ModelConfig:
     def num_engram_sites(self) -> int:
         """Layers with an Engram table."""
         return len(self.engram_layer_ids)
+
+    @property
+    def engram_table_rows(self) -> tuple[int, ...]:
+        """Rows of each table as it is held."""
+        multiple = self.engram_row_multiple
+        return tuple(-(-rows // multiple) * multiple for rows in self.engram_num_embeddings)
 
     @property
     def engram_rows_per_token(self) -> int:
@@ -428,6 +437,7 @@ _OURS = (
     "hc_base_init",
     "weight_form",
     "activation_format",
+    "engram_row_multiple",
 )
 _HF_TEXT = tuple(
     field.name

@@ -422,7 +422,7 @@ def _check_engram(c: ModelConfig) -> None:
             "must be above 0 and below 2**31 (rows are 32-bit)",
         )
     _at_least(c, "engram_max_ngram_size", 2)
-    for name in ("engram_n_heads", "engram_head_dim", "engram_vocab_size"):
+    for name in ("engram_row_multiple", "engram_n_heads", "engram_head_dim", "engram_vocab_size"):
         _at_least(c, name, 1)
     if not 1 <= c.engram_compressed_vocab_size <= c.vocab_size:
         raise ConfigError(

@@ -198,6 +198,12 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(rules["batch"], rules["length"]))
 
 
+def _remedy(path: Any) -> str:
+    if jax.tree_util.keystr(path).endswith("['table']"):
+        return "; model.engram_row_multiple fills the table up"
+    return ""
+
+
 def param_shardings(boxed: Any, mesh: Mesh) -> Any:
     """NamedShardings of a tree of (abstract) parameters that still carries its logical axis names.
 
@@ -220,7 +226,7 @@ def param_shardings(boxed: Any, mesh: Mesh) -> Any:
         except ValueError as error:
             raise InputError(
                 f"parameter {jax.tree_util.keystr(path)} of shape {leaf.shape} does not divide "
-                f"over mesh axes {sharding.spec} of sizes {dict(mesh.shape)}"
+                f"over mesh axes {sharding.spec} of sizes {dict(mesh.shape)}{_remedy(path)}"
             ) from error
 
     jax.tree_util.tree_map_with_path(check, abstract, shardings)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from v41flash import layout
-from v41flash.config import LayerGroup, LayerSpec, ModelConfig, VisionConfig
+from v41flash.config import ConfigError, LayerGroup, LayerSpec, ModelConfig, VisionConfig
 from v41flash.layout import Layout
 
 Read = Callable[[str], np.ndarray]
@@ -114,6 +114,9 @@ def _expert_sources(config: ModelConfig, prefix: str, experts: int) -> Iterator[
 
 def _engram_sources(config: ModelConfig, site: int, prefix: str) -> Iterator[Source]:
     n, d, width = config.hc_mult, config.hidden_size, config.engram_head_dim
+    if config.engram_row_multiple > 1:
+        value, right = config.engram_row_multiple, "must be 1 where tables are the published ones"
+        raise ConfigError("engram_row_multiple", value, right)
     table = layout.plain(config.engram_num_embeddings[site], width)
     wkv = layout.heads(n + 1, d, config.engram_rows_per_token * width)
     yield _single("engram/table", f"{prefix}engram.embed.weight", table)

@@ -82,7 +82,7 @@ class Engram(nn.Module):
     def _table(self) -> jax.Array:
         """float32 [N, c], or packed rows uint8 [N, bytes] as the published engine holds them."""
         cfg, axes = self.config, ("table_rows", None)
-        rows, width = cfg.engram_num_embeddings[self.site], cfg.engram_head_dim
+        rows, width = cfg.engram_table_rows[self.site], cfg.engram_head_dim
         if cfg.weight_form == "packed":
             zeros, shape = nn.initializers.zeros, (rows, fp4.row_bytes("fp8", width))
             return self.param("table", partitioned(zeros, axes), shape, jnp.uint8)
