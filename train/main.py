@@ -3,8 +3,12 @@
     python -m train.main --config=configs/quickstart.py --workdir=DIR [--config.train.steps=20 ...]
 
 Every value of the configuration can be set by a flag --config.<section>.<key>=<value>. A run whose
-workdir holds a checkpoint goes on from it; a finished one says so. Exit status: 0 complete, 1 the
-run failed (the loss diverged), 2 the flags or the configuration are wrong, 130 interrupted.
+workdir holds a checkpoint goes on from it; a finished one says so. On several hosts each runs the
+same command: with --config.mesh.distributed=True where JAX finds out about the cluster by itself
+(TPU pods, Slurm, Open MPI), elsewhere with --coordinator=HOST:PORT --processes=N --process=I.
+
+Exit status: 0 complete, 1 the run failed (the loss diverged), 2 the flags or the configuration are
+wrong, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 from absl import flags
@@ -88,12 +93,39 @@ def parse(
     Raises:
         InputError: a flag or key that does not exist, or a value of the wrong type; one line.
     """
-    values = flags.FlagValues() if values is None else values
+    chosen, workdir, _ = _parse_run(arguments, flags.FlagValues() if values is None else values)
+    return chosen, workdir
+
+
+class _Cluster(NamedTuple):
+    """What tells one of several processes about the others; all None: JAX asks the cluster."""
+
+    coordinator: str | None
+    processes: int | None
+    process: int | None
+
+
+def _parse_run(
+    arguments: Sequence[str], values: flags.FlagValues
+) -> tuple[ConfigDict, Path, _Cluster]:
     workdir = flags.DEFINE_string("workdir", None, "Folder of the run.", flag_values=values)
+    coordinator = flags.DEFINE_string(
+        "coordinator", None, "HOST:PORT of process 0.", flag_values=values
+    )
+    processes = flags.DEFINE_integer("processes", None, "How many.", flag_values=values)
+    process = flags.DEFINE_integer("process", None, "Which of them.", flag_values=values)
     chosen = parse_config(arguments, values)
     if not workdir.value:
         raise _UsageError("--workdir is missing: give the folder of the run")
-    return chosen, Path(workdir.value).absolute()
+    given = _Cluster(coordinator.value, processes.value, process.value)
+    if any(value is not None for value in given):
+        if None in given or not 0 <= given.process < given.processes:
+            raise _UsageError(
+                f"--coordinator={given.coordinator} --processes={given.processes} "
+                f"--process={given.process}: give all three, the last one below the number of "
+                "processes"
+            )
+    return chosen, Path(workdir.value).absolute(), given
 
 
 def parse_config(arguments: Sequence[str], values: flags.FlagValues) -> ConfigDict:
@@ -129,11 +161,12 @@ def parse_config(arguments: Sequence[str], values: flags.FlagValues) -> ConfigDi
     return chosen
 
 
-def _join_processes() -> None:
+def _join_processes(cluster: _Cluster) -> None:
     try:
-        jax.distributed.initialize()
+        jax.distributed.initialize(*cluster)
     except (RuntimeError, ValueError) as error:  # no cluster, or its coordinator does not answer
-        raise _UsageError(f"mesh.distributed=True: {_one_line(error)}") from error
+        name = "mesh.distributed=True" if None in cluster else f"--coordinator={cluster[0]}"
+        raise _UsageError(f"{name}: {_one_line(error)}") from error
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -142,11 +175,11 @@ def main(arguments: Sequence[str]) -> int:
         print(__doc__)
         return 0
     try:
-        config, workdir = parse(arguments)
+        config, workdir, cluster = _parse_run(arguments, flags.FlagValues())
         # grain's workers ask absl whether flags have been parsed.
         flags.FLAGS.mark_as_parsed()
-        if config.mesh.distributed:
-            _join_processes()
+        if config.mesh.distributed or None not in cluster:
+            _join_processes(cluster)
         loop.run(config, workdir)
     except (TrainingDiverged, ReportError) as error:
         print(f"training failed: {_one_line(error)}", file=sys.stderr)

@@ -163,7 +163,7 @@ class TrainSettings:
     freeze_vision: bool = False
     # ((from_step, {"model.key": value, "data.key": value, ...}), ...)
     stages: tuple = ()
-    # Tokens whose logits exist at once in the loss.
+    # Tokens whose logits exist at once in the loss, on each device.
     loss_chunk_tokens: int = 2048
     # Stop when the cross entropy is this many nats above its recent median in this stage; 0: only
     # when the loss is not finite.

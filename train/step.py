@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from train import losses
 from train import optimizer as optimizer_lib
 from train.settings import Settings
-from v41flash import sharding
+from v41flash import exchange, sharding
 from v41flash.config import ModelConfig
 from v41flash.nn import ced, moe
 from v41flash.nn.vision import ImageBatch
@@ -194,13 +194,24 @@ def _model_outputs(model: ced.CED, params: Any, batch: Batch) -> tuple[ced.Outpu
 def _cross_entropy(
     params: Any, hidden: jax.Array, batch: Batch, chunk_tokens: int
 ) -> losses.CrossEntropy:
-    return losses.cross_entropy(
-        functools.partial(ced.logits, {"head": params["head"]}),
-        hidden,
-        batch["targets"],
-        batch["loss_mask"],
-        chunk_tokens=chunk_tokens,
-    )
+    """Sums over the batch; every device takes its own tokens, `chunk_tokens` at a time."""
+
+    def local(axes, head, hidden, targets, mask):
+        head = exchange.gathered(head, axes["embed"], 0, head.dtype)
+
+        def logits(hidden):
+            own = ced.logits({"head": head}, hidden)
+            if not axes["vocab"]:
+                return own
+            return jax.lax.all_gather(own, axes["vocab"], axis=own.ndim - 1, tiled=True)
+
+        sums = losses.cross_entropy(logits, hidden, targets, mask, chunk_tokens=chunk_tokens)
+        shared = axes["batch"] + axes["length"]
+        return tuple(jax.lax.psum(sums, shared) if shared else sums)
+
+    token = ("batch", "length")
+    run = sharding.on_shards(local, (("embed", "vocab"), (*token, None), token, token), ((),) * 3)
+    return losses.CrossEntropy(*run(params["head"], hidden, batch["targets"], batch["loss_mask"]))
 
 
 def _counts(batch: Batch) -> dict[str, jax.Array]:

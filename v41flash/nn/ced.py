@@ -21,6 +21,7 @@ from v41flash.nn.block import LayerAux, Unit
 from v41flash.nn.context import make_context
 from v41flash.nn.engram import prefetch
 from v41flash.nn.linear import contract
+from v41flash.nn.lookup import embed as look_up_tokens
 from v41flash.nn.mhc import Residual
 from v41flash.nn.vision import ImageBatch, Images
 from v41flash.sharding import constrain, partitioned
@@ -116,7 +117,7 @@ class CED(nn.Module):
             params = self.variables["params"]
             memory = prefetch(cfg, params, engram_rows, self.kernels)
             context = context._replace(engram_memory=memory)
-        x = constrain(jnp.take(embed, tokens, axis=0).astype(cfg.dtype), "batch", "length", None)
+        x = look_up_tokens(embed, tokens, cfg.dtype)
         if images is not None or (cfg.vision is not None and self.is_initializing()):
             x = constrain(Images(cfg, name="images")(x, images), "batch", "length", None)
         self.sow("intermediates", "embed", x)

@@ -1,9 +1,9 @@
-"""Looking up rows of Engram tables, on a mesh out of tables that are split by rows.
+"""Looking up rows of tables: of the embedding, and of Engram tables that are split by rows.
 
-No device ever has a whole table, nor a gradient of one. A device names each row that its tokens
-need once (n-grams repeat), asks the device that holds it, and gets it back; in the backward pass
-gradients of those rows go the same way, and each holder adds them to its own part. Both travel in
-bounded turns (`v41flash.exchange`), so nothing is lost where many rows lie on one device.
+No device ever has a whole Engram table, nor a gradient of one. A device names each row that its
+tokens need once (n-grams repeat), asks the device that holds it, and gets it back; in the backward
+pass gradients of those rows go the same way, and each holder adds them to its own part. Both travel
+in bounded turns (`v41flash.exchange`), so nothing is lost where many rows lie on one device.
 """
 
 from __future__ import annotations
@@ -17,6 +17,31 @@ from pallas_kernels.dispatch import Implementation
 from pallas_kernels.engram_gather import engram_gather
 from v41flash import exchange
 from v41flash.sharding import on_shards, part, parts
+
+
+def embed(table: jax.Array, tokens: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """Token embeddings.
+
+    Args:
+        table: float[V, d]; on a mesh split by vocabulary, and by columns as all parameters are.
+        tokens: int32 [B, T] in 0..V-1.
+        dtype: of the result.
+
+    Returns:
+        dtype[B, T, d].
+    """
+
+    def local(axes, table, tokens):
+        vocab = axes["vocab"]
+        whole = exchange.gathered(table, axes["embed"], 1, dtype)
+        if not vocab:
+            return jnp.take(whole, tokens, axis=0).astype(dtype)
+        places = tokens - part(vocab) * table.shape[0]
+        taken = whole.at[places].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+        return jax.lax.psum(taken, vocab).astype(dtype)
+
+    token = ("batch", "length")
+    return on_shards(local, (("vocab", "embed"), token), [*token, None])(table, tokens)
 
 
 class _Wanted(NamedTuple):
@@ -90,14 +115,13 @@ def _exchanged(
     """dtype[M, c] of rows int32 [M], `table` being this device's part."""
     holders, rows_each = parts(axes), table.shape[0]
     room = exchange.capacity(rows.shape[0], holders)
-    first = part(axes) * rows_each
 
     def asked(wanted: _Wanted, turn: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """(slots [P, C]; those in use; the rows of this device that others ask for, -1 for none)"""
         slot, used = exchange.slots(wanted.queue, turn, room)
         number = wanted.numbers.at[slot].get(mode="fill", fill_value=0)
         number = exchange.swap(jnp.where(used, number, -1), axes)
-        return slot, used, jnp.where(number >= 0, number - first, -1)
+        return slot, used, jnp.where(number >= 0, number - part(axes) * rows_each, -1)
 
     def loop(wanted: _Wanted, start: jax.Array, body) -> jax.Array:
         _, done = jax.lax.while_loop(

@@ -64,7 +64,7 @@ class Router(nn.Module):
             bias_vl = jax.lax.stop_gradient(self.param("bias_vl", zeros, (experts,), jnp.float32))
             if is_image is not None:
                 bias = jnp.where(is_image[..., None], bias_vl, bias)
-        _, chosen = jax.lax.top_k(jax.lax.stop_gradient(scores) + bias, k)
+        chosen = _largest(jax.lax.stop_gradient(scores) + bias, k)
         weights = jnp.take_along_axis(scores, chosen, axis=-1)
         weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
         weights = weights * cfg.routed_scaling_factor
@@ -95,6 +95,12 @@ class Router(nn.Module):
         probability = jnp.sum(share * valid[..., None], axis=1) / length
         per_row = jnp.sum(frequency * probability, axis=-1)
         return jnp.sum(per_row) / jnp.maximum(jnp.sum(tokens > 0), 1)
+
+
+def _largest(scores: jax.Array, k: int) -> jax.Array:
+    """int32 [B, T, k], the experts of the largest of scores [B, T, E]; of equal ones the first."""
+    token = ("batch", "length", None)
+    return on_shards(lambda _, scores: jax.lax.top_k(scores, k)[1], (token,), list(token))(scores)
 
 
 class MoE(nn.Module):
