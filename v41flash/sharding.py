@@ -169,9 +169,7 @@ def on_shards(
             return function(axes, *jax.tree.unflatten(structure, leaves))
 
         out = spec(results) if single else tuple(spec(names) for names in results)
-        run = jax.shard_map(
-            local, mesh=mesh, in_specs=tuple(specs), out_specs=out, check_vma=False
-        )
+        run = jax.shard_map(local, mesh=mesh, in_specs=tuple(specs), out_specs=out, check_vma=False)
         return run(*flat)
 
     return call

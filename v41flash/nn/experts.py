@@ -116,9 +116,7 @@ def _turn(
     if static.devices > 1:
         rows = jnp.where(used[..., None], rows, 0)
         expert = jnp.where(used, expert % static.experts, static.experts)
-        rows, weight, expert = (
-            exchange.swap(part, static.axes) for part in (rows, weight, expert)
-        )
+        rows, weight, expert = (exchange.swap(part, static.axes) for part in (rows, weight, expert))
     rows, weight, expert = rows.reshape(-1, rows.shape[-1]), weight.reshape(-1), expert.reshape(-1)
     sizes = jnp.bincount(expert, length=static.experts).astype(jnp.int32)
     if static.devices == 1:

@@ -88,9 +88,7 @@ def sparse_attention(
         _TOKEN,
     )
     run = on_shards(local, names, (_HEADS, _HEADS[:3]))
-    return run(
-        q, window_rows, window_lo, window_hi, main_rows, indices, sink, main_lo, main_hi
-    )
+    return run(q, window_rows, window_lo, window_hi, main_rows, indices, sink, main_lo, main_hi)
 
 
 def _with_halo(
@@ -157,9 +155,7 @@ def selected_mass(
     """`pallas_kernels.sparse_attention.selected_mass` of a selection."""
 
     def local(axes, q, main_rows, indices, lse):
-        mass = attention_op.selected_mass(
-            q, main_rows, indices, lse, implementation=implementation
-        )
+        mass = attention_op.selected_mass(q, main_rows, indices, lse, implementation=implementation)
         return jax.lax.psum(mass, axes["heads"]) if axes["heads"] else mass
 
     places = (*_TOKEN, None)
