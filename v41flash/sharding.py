@@ -31,6 +31,8 @@ RULES: tuple[tuple[str, Any], ...] = (
     ("images", ("data", "fsdp", "expert", "context")),
     # Parameters. What shares the tokens of a row shares the parameters, too.
     ("embed", ("fsdp", "context")),
+    # Inner sizes of weights that have no axis of `embed`.
+    ("rank", ("fsdp", "context")),
     ("vocab", "tensor"),
     ("heads", "tensor"),
     ("index_heads", "tensor"),

@@ -109,13 +109,13 @@ class CSA2(nn.Module):
 
         self.wq_a = weight("wq_a", layout.linear(rank, d), "embed", None)
         self.q_norm = param("q_norm", ones, (rank,), None)
-        self.wq_b = weight("wq_b", layout.heads(heads, dim, rank), None, "heads", None)
+        self.wq_b = weight("wq_b", layout.heads(heads, dim, rank), "rank", "heads", None)
         self.wkv = weight("wkv", layout.linear(dim, d), "embed", None)
         self.kv_norm = param("kv_norm", ones, (dim,), None)
         self.sink = param("sink", zeros, (heads,), "heads")
         inputs = layout.groups_in(groups, o_rank, heads // groups * dim)
         # The published engine multiplies this one in bfloat16.
-        self.wo_a = weight("wo_a", inputs, "o_groups", None, None, storage="unrounded")
+        self.wo_a = weight("wo_a", inputs, "o_groups", "rank", None, storage="unrounded")
         outputs = layout.groups_out(groups, o_rank, d)
         self.wo_b = weight("wo_b", outputs, "o_groups", None, "embed")
         if spec.mode == "full":

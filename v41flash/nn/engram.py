@@ -56,7 +56,7 @@ class Engram(nn.Module):
         f32 = jnp.float32
         table = self._table()
         gathered = cfg.engram_rows_per_token * width
-        wkv = linear.weight(self, "wkv", layout.heads(n + 1, d, gathered), None, None, "embed")
+        wkv = linear.weight(self, "wkv", layout.heads(n + 1, d, gathered), "rank", None, None)
         q_weight = self.param("q_weight", ones, (n, d), f32)
         k_weight = self.param("k_weight", ones, (n, d), f32)
 

@@ -51,7 +51,7 @@ class Indexer(nn.Module):
             return self.param(name, partitioned(init, axes), shape, jnp.float32)
 
         queries = layout.heads(heads, dim, cfg.q_lora_rank)
-        self.wq_b = linear.weight(self, "wq_b", queries, None, "index_heads", None)
+        self.wq_b = linear.weight(self, "wq_b", queries, "rank", "index_heads", None)
         self.weights_proj = weight("weights_proj", (cfg.hidden_size, heads), ("embed", None))
         if self.owns_keys:
             self.wk = weight("wk", (cfg.head_dim, dim), (None, None))

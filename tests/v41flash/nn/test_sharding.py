@@ -1,4 +1,5 @@
-"""The model on several meshes of eight virtual devices gives what one device gives."""
+"""The model on several meshes of eight virtual devices gives what one device gives, and gathers no
+parameter that the rules leave where it is."""
 
 import os
 import subprocess
@@ -8,14 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
+from tests import mesh_gathers
 from tests.v41flash.nn import samples
 from v41flash import sharding
 from v41flash.nn import ced
 
 # The first alone is cheap enough for every run of the tests.
 MESHES = (
-    {"fsdp": 2, "context": 2, "tensor": 2},
+    {"expert": 2, "context": 2, "tensor": 2},
     {"data": 8},
     {"data": 2, "fsdp": 2, "expert": 2},
     {"data": 2, "context": 4},
@@ -35,6 +38,27 @@ def test_meshes_agree_with_one_device(count):
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [f"{mesh} equal" for mesh in MESHES[:count]]
+
+
+def test_a_gather_that_nobody_asks_for_is_found():
+    text = """
+ENTRY %main (x: f32[38,32]) -> f32[304,32] {
+  %x = f32[38,32]{1,0} parameter(0)
+  %a = f32[6,64,2,24]{3,2,1,0} all-gather(%w), replica_groups={{0,2},{1,3}}, dimensions={1}
+  ROOT %g = f32[304,32]{1,0} all-gather(%x), replica_groups={{0,1},{2,3}}, dimensions={0}
+}
+"""
+    mesh = AbstractMesh((1, 2, 2, 1, 1), sharding.MESH_AXES)
+
+    def param(shape, *spec):
+        where = NamedSharding(mesh, PartitionSpec(*spec))
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=where)
+
+    params = {"w13": param((6, 64, 2, 24), "expert", "fsdp")}
+    assert mesh_gathers.unasked(text, params, mesh) == []
+    params["table"] = param((304, 32), ("fsdp", "expert"))
+    (found,) = mesh_gathers.unasked(text, params, mesh)
+    assert "['table'] [304, 32] along ['expert']" in found
 
 
 def main(count):
@@ -66,7 +90,13 @@ def main(count):
         out = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()), where[0]
         with jax.set_mesh(mesh):
             run = gradient(in_shardings=where, out_shardings=out)
-            value, grads = run(jax.device_put(params, where[0]), jax.device_put(inputs, where[1]))
+            given = jax.device_put(params, where[0]), jax.device_put(inputs, where[1])
+            compiled = run.lower(*given).compile()
+            value, grads = compiled(*given)
+        held = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), given[0]
+        )
+        assert mesh_gathers.unasked(compiled.as_text(), held, mesh) == []
         spread = {len(leaf.sharding.device_set) for leaf in jax.tree.leaves(grads)}
         assert spread == {8}
         np.testing.assert_allclose(value, expected[0], rtol=1e-5)
