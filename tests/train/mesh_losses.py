@@ -1,0 +1,111 @@
+"""Losses of a short run on one mesh, as a JSON line: what runs on several meshes are compared by.
+
+    python -m tests.train.mesh_losses NAME STEPS BATCH LENGTH '{"fsdp": 2, "expert": 4}' [bfloat16]
+
+Everything but the mesh is the same each time: parameters, and packed batches of random tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+
+import jax
+import numpy as np
+
+from configs import quickstart, small
+from pallas_kernels.packed_rows import document_starts
+from train import optimizer as optimizer_lib
+from train import plan, settings, step
+from v41flash import sharding
+from v41flash.nn import ced
+from v41flash.text.engram_hash import EngramHasher
+
+CONFIGS = {"quickstart": quickstart, "small": small}
+
+
+def settled(name: str, batch: int, length: int, exact: bool) -> settings.Settings:
+    """A configuration, its batch and length replaced.
+
+    Args:
+        name: of `CONFIGS`.
+        batch: rows of a step.
+        length: tokens of a row.
+        exact: float32, and nothing rounded to a cache's format: a sum in another order would round
+            some entries the other way.
+    """
+    config = CONFIGS[name].get_config()
+    config.data.batch_size, config.data.sequence_length = batch, length
+    config.model.engram_row_multiple = 8
+    if exact:
+        config.model.dtype = "float32"
+        for field in ("main_kv_format", "window_kv_format", "index_format"):
+            config.model[field] = "none"
+    return settings.resolve(config)
+
+
+def batches(model, batch: int, length: int):
+    """Endless packed batches: two documents a row, some padding."""
+    rng = np.random.default_rng(0)
+    hasher = EngramHasher.from_config(model, pad_compressed_id=model.engram_pad_token_id)
+    while True:
+        shape = (batch, length)
+        fields = {name: np.zeros(shape, np.int32) for name in ("tokens", "targets")}
+        positions, segments = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+        mask = np.zeros(shape, np.float32)
+        for row in range(batch):
+            first = int(rng.integers(length // 4, length // 2))
+            sizes = [first, length - first - 16]
+            for number, (start, size) in enumerate(zip(document_starts(sizes), sizes, strict=True)):
+                # Text with something to learn: a token follows from the one before, mostly.
+                text = np.cumsum(rng.integers(1, 4, size + 1)) % 200 + 3
+                here = slice(start, start + size)
+                fields["tokens"][row, here], fields["targets"][row, here] = text[:-1], text[1:]
+                positions[row, here], segments[row, here] = np.arange(size), number + 1
+                mask[row, here] = 1
+        rows = hasher.rows(fields["tokens"], positions)
+        rest = dict(loss_mask=mask, segment_ids=segments, positions=positions, engram_rows=rows)
+        yield fields | rest
+
+
+def run(setting: settings.Settings, sizes: dict[str, int], steps: int) -> dict:
+    """Losses and seconds of every step."""
+    data = setting.data
+    mesh = sharding.make_mesh({"data": 1} | sizes)
+    plan.check_layout(setting, mesh)
+    optimizer = optimizer_lib.build(setting.optimizer, mesh)
+    model = ced.CED(setting.model, setting.kernels, indexer_loss=True)
+    abstract = step.abstract_state(model, optimizer, mesh)
+    losses, seconds, compiled = [], [], None
+    with jax.set_mesh(mesh):
+        alone = jax.jit(step.parameter_init(model, mesh), compiler_options=step.init_options())
+        params = jax.device_get(alone(jax.random.key(0)))
+        params = jax.tree.map(
+            lambda x, like: jax.device_put(x, like.sharding), params, abstract.params
+        )
+        state = step.state_of(params, optimizer, abstract)
+        source = batches(setting.model, data.batch_size, data.sequence_length)
+        for _, batch in zip(range(steps), source, strict=False):
+            batch = step.to_device(batch, mesh)
+            if compiled is None:
+                made = step.make_train_step(model, optimizer, setting)
+                compiled = step.compile_train_step(made, abstract, batch, mesh)
+            started = time.perf_counter()
+            state, metrics = compiled(state, batch)
+            losses.append(float(metrics["loss"]))
+            seconds.append(time.perf_counter() - started)
+    stats = jax.local_devices()[0].memory_stats() or {}
+    peak = stats.get("peak_bytes_in_use")
+    return {"mesh": sizes, "losses": losses, "seconds": seconds, "peak_bytes": peak}
+
+
+def main(arguments: list[str]) -> None:
+    """Runs the command line."""
+    name, steps, batch, length, sizes = arguments[:5]
+    setting = settled(name, int(batch), int(length), exact="bfloat16" not in arguments)
+    print(json.dumps(run(setting, json.loads(sizes), int(steps))), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
