@@ -14,7 +14,7 @@ import optax
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.newton_schulz import HYBRID, newton_schulz
 from v41flash.optim.axes import MATRIX, Matrices, MatrixSpec, Specs, leaf_names, leaf_specs
-from v41flash.optim.meshes import spread, with_auto_axes
+from v41flash.optim.meshes import devices, spread, with_auto_axes
 
 
 class HeadMuonState(NamedTuple):
@@ -149,14 +149,19 @@ def scale_by_head_muon(
         return treedef.unflatten(scaled), HeadMuonState(treedef.unflatten(kept))
 
     def orthogonalise(planned: list[Matrices], directions: list[jax.Array]) -> list[jax.Array]:
-        """Update of every parameter; one Newton-Schulz call for each shape of matrices."""
+        """Update of every parameter. Matrices of one shape share a Newton-Schulz call; on a mesh
+        those of a parameter that fill it have one of their own, and stay in place that way."""
         groups = defaultdict(list)
+        count = devices(mesh)
         for leaf, (plan, direction) in enumerate(zip(planned, directions, strict=True)):
             dtype = compute_dtype or jnp.promote_types(direction.dtype, jnp.float32)
             for part, matrices in enumerate(plan.take(direction.astype(dtype))):
-                groups[matrices.shape[1:], matrices.dtype].append((leaf, part, matrices))
+                fills = matrices.shape[0] >= count > 1
+                alone = (leaf, part) if fills else None
+                key = (matrices.shape[1:], matrices.dtype, alone)
+                groups[key].append((leaf, part, matrices))
         parts: dict[tuple[int, int], jax.Array] = {}
-        for (shape, _), members in groups.items():
+        for (shape, _, _), members in groups.items():
             joined = [matrices for _, _, matrices in members]
             batch = joined[0] if len(joined) == 1 else jnp.concatenate(joined)
             done = newton_schulz(

@@ -41,27 +41,30 @@ def with_auto_axes(function: Callable[..., Any], *likes: int) -> Callable[..., A
     return wrapped
 
 
+def devices(mesh: Mesh | None) -> int:
+    """Devices that `spread` lays a batch over."""
+    ambient = jax.sharding.get_abstract_mesh()
+    inside = mesh if ambient.empty else ambient
+    if inside is None:
+        return 1
+    return math.prod(inside.shape[axis] for axis in _names(inside, AxisType.Auto))
+
+
 def spread(batch: jax.Array, mesh: Mesh | None) -> jax.Array:
     """Lays a batch [N, ...] over all devices, filled up with zeros to a multiple of their number.
 
     The mesh in force (`jax.set_mesh`) comes before the `mesh` given; without either, or inside
     `shard_map` over all of its axes, nothing happens.
     """
+    parts = devices(mesh)
+    if parts == 1:
+        return batch
     ambient = jax.sharding.get_abstract_mesh()
-    if not ambient.empty:
-        axes = _names(ambient, AxisType.Auto)
-        sharding: Any = PartitionSpec(axes)
-        sizes = ambient.shape
-    elif mesh is not None:
-        axes = _names(mesh, AxisType.Auto)
-        sharding = NamedSharding(mesh, PartitionSpec(axes))
-        sizes = mesh.shape
+    if ambient.empty:
+        sharding: Any = NamedSharding(mesh, PartitionSpec(_names(mesh, AxisType.Auto)))
     else:
-        return batch
-    devices = math.prod(sizes[axis] for axis in axes)
-    if devices == 1:
-        return batch
-    missing = -batch.shape[0] % devices
+        sharding = PartitionSpec(_names(ambient, AxisType.Auto))
+    missing = -batch.shape[0] % parts
     if missing:
         batch = jnp.pad(batch, ((0, missing),) + ((0, 0),) * (batch.ndim - 1))
     return jax.lax.with_sharding_constraint(batch, sharding)
