@@ -7,7 +7,10 @@ goes in. It takes the TPU compiler (`pip install -e '.[tpu]'`) and no TPU. Topol
 the compiler names them: v5e:16x16, v5p:8x8x8, v6e:16x16, tpu7x:8x8x8.
 
 Other flags: --stage=N compiles the step of a later stage of the configuration; --config.mesh.* and
---config.train.accumulation lay it out. Exit status: 0 it fits, 1 it does not, 2 wrong flags.
+--config.train.accumulation lay it out. --program=decode and --program=prefill compile a step of
+serving instead, from the weights as they are published, with all devices on the expert axis
+(`v41flash.serving.spread`): --sequences=N of --tokens=N each, --chunk=N tokens a prefill step.
+Exit status: 0 it fits, 1 it does not, 2 wrong flags.
 """
 
 from __future__ import annotations
@@ -23,11 +26,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from absl import flags
 from jax.experimental import topologies
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from train import hlo
 from train import optimizer as optimizer_lib
@@ -37,8 +42,13 @@ from train import step as step_lib
 from train.main import parse_config
 from train.settings import Settings
 from v41flash import sharding
+from v41flash.cache import PAGE_TOKENS
 from v41flash.errors import InputError
 from v41flash.nn import ced
+from v41flash.serving import spread
+from v41flash.serving.forward import Model, Tail
+from v41flash.serving.state import State
+from v41flash.serving.weights import Weights
 
 # Published memory of a device, GiB, by `device_kind`; a chip of TPU7x is two devices.
 HBM_GIB = {
@@ -48,6 +58,7 @@ HBM_GIB = {
     "TPU v6 lite": 32.0,
     "TPU7x": 96.0,
 }
+PROGRAMS = ("train", "decode", "prefill")
 # Set before the compiler is loaded: it must look for no TPU, and share the machine with others.
 _ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
@@ -71,13 +82,13 @@ class Report:
         device_kind: of the compiler.
         devices: of the mesh.
         mesh: axis sizes.
-        batch: rows of a step, over all devices.
+        batch: rows (sequences) of a step, over all devices.
         length: tokens of a row.
-        parameters: of the model, over all devices.
+        parameters: elements of the weights, over all devices; packed ones are bytes.
         parameter_bytes: the parameters held.
         optimizer_bytes: the optimizer's state.
         gradient_bytes: a gradient of every parameter, laid out as it is.
-        batch_bytes: a batch.
+        batch_bytes: a batch, or the caches of the sequences served.
         argument_bytes: everything that goes in.
         temporary_bytes: gradients, activations and workspace.
         peak_bytes: arguments, results that take no argument's place, and temporaries.
@@ -128,7 +139,7 @@ class Report:
             ("optimizer state", self.optimizer_bytes),
             ("gradients", self.gradient_bytes),
             ("activations, workspace", self.activation_bytes),
-            ("batch", self.batch_bytes),
+            ("batch or caches", self.batch_bytes),
             ("peak", self.peak_bytes),
             ("memory of a device", self.hbm_bytes),
         ]
@@ -277,6 +288,66 @@ def train_step(settings: Settings, mesh: Mesh) -> tuple[Report, Any]:
     return compile_program("train", step, (abstract, batch), mesh, sizes)
 
 
+def serving_step(
+    program: str, settings: Settings, mesh: Mesh, sequences: int, tokens: int, chunk: int
+) -> tuple[Report, Any]:
+    """Compiles a step of serving; see `compile_program`.
+
+    Args:
+        program: "decode" (a token of every sequence) or "prefill" (the encoder over `chunk`).
+        settings: of the model and its kernels.
+        mesh: all of its devices on the `expert` axis.
+        sequences: of all devices together.
+        tokens: that a sequence's pages have room for.
+        chunk: tokens of a sequence in a prefill step.
+    """
+    devices = mesh.shape[spread.AXIS]
+    if sequences % devices or tokens % PAGE_TOKENS or settings.model.n_routed_experts % devices:
+        raise InputError(
+            f"--sequences={sequences} and the model's {settings.model.n_routed_experts} experts "
+            f"must be multiples of the {devices} devices, --tokens={tokens} of {PAGE_TOKENS}"
+        )
+    config = dataclasses.replace(settings.model, weight_form="packed", activation_format="fp8")
+    model = Model(config, settings.kernels)
+    pages = tokens // PAGE_TOKENS
+
+    def make(table: jax.Array) -> tuple[Weights, State, Tail]:
+        inputs = (jnp.zeros((1, ced.ALIGNMENT), jnp.int32),) * 3
+        rows = (1, ced.ALIGNMENT, config.num_engram_sites, config.engram_rows_per_token)
+        made = ced.CED(config).init(jax.random.key(0), *inputs, jnp.zeros(rows, jnp.int32))
+        ids = np.zeros(1 + config.engram_pad_token_id, np.int32)
+        weights = Weights.create(config, nn.unbox(made["params"]), ids)
+        state = State.create(config, weights, sequences * pages, table)
+        return weights, state, Tail.create(config, sequences, config.sliding_window)
+
+    weights, state, tail = jax.eval_shape(make, jax.ShapeDtypeStruct((sequences, pages), jnp.int32))
+    newest = jax.ShapeDtypeStruct((sequences,), jnp.int32)
+    if program == "decode":
+        function, shapes = spread.decode_step, (weights, state, newest)
+    else:
+        prompt = jax.ShapeDtypeStruct((sequences, chunk), jnp.int32)
+        function, shapes = spread.prefill_step, (weights, state, tail, prompt)
+    specs = (spread.weight_specs(weights), *map(spread.state_specs, shapes[1:]))
+    arguments = jax.tree.map(
+        lambda leaf, spec: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec)
+        ),
+        shapes,
+        specs,
+    )
+    sizes = dict(
+        batch=sequences,
+        length=tokens,
+        parameters=sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(weights)),
+        parameter_bytes=local_bytes(arguments[0]),
+        optimizer_bytes=0,
+        gradient_bytes=0,
+        batch_bytes=local_bytes(arguments[1:]),
+    )
+    step = spread.on_mesh(function, model, mesh, *arguments)
+    return compile_program(program, step, arguments, mesh, sizes)
+
+
 def main(arguments: Sequence[str]) -> int:
     """Runs the command line; returns the exit status."""
     if any(argument in ("-h", "--help", "-help") for argument in arguments):
@@ -287,14 +358,27 @@ def main(arguments: Sequence[str]) -> int:
         topology = flags.DEFINE_string("topology", None, "What to compile for.", flag_values=values)
         output = flags.DEFINE_string("json", None, "File for the report.", flag_values=values)
         stage = flags.DEFINE_integer("stage", 0, "Stage of the run.", flag_values=values)
+        program = flags.DEFINE_enum("program", "train", PROGRAMS, "Which.", flag_values=values)
+        sequences = flags.DEFINE_integer(
+            "sequences", 0, "Served at once; 0: one a device.", flag_values=values
+        )
+        tokens = flags.DEFINE_integer("tokens", 2**20, "Of a sequence.", flag_values=values)
+        chunk = flags.DEFINE_integer("chunk", 512, "Of a prefill step.", flag_values=values)
         stages = stages_lib.resolve_stages(parse_config(arguments, values))
         if topology.value is None:
             raise InputError("--topology is missing: name one, such as --topology=v5p:8x8x8")
         if not 0 <= stage.value < len(stages):
             raise InputError(f"--stage={stage.value}: there are stages 0 to {len(stages) - 1}")
         settings = stages[stage.value].settings
-        mesh = sharding.make_mesh(settings.mesh.sizes(), devices_of(topology.value))
-        report, _ = train_step(settings, mesh)
+        devices = devices_of(topology.value)
+        if program.value == "train":
+            report, _ = train_step(settings, sharding.make_mesh(settings.mesh.sizes(), devices))
+        else:
+            mesh = sharding.make_mesh({spread.AXIS: len(devices)}, devices)
+            count = sequences.value or len(devices)
+            report, _ = serving_step(
+                program.value, settings, mesh, count, tokens.value, chunk.value
+            )
     except DoesNotFit as error:
         print(f"does not fit: {error}", file=sys.stderr)
         return 1

@@ -8,8 +8,10 @@ exchange of tokens, of table rows, of window rows) runs on each device's own par
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -78,6 +80,26 @@ def make_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = N
     return Mesh(np.asarray(devices).reshape(shape), MESH_AXES, axis_types=axis_types)
 
 
+# Inside a `shard_map` of the caller: logical names that are split already, and over what.
+_inside: contextvars.ContextVar[Mapping[str, tuple[str, ...]] | None] = contextvars.ContextVar(
+    "inside", default=None
+)
+
+
+@contextlib.contextmanager
+def inside(axes: Mapping[str, tuple[str, ...]]) -> Iterator[None]:
+    """For a caller's own `jax.shard_map` around the model: says which dimensions it has split.
+
+    Args:
+        axes: logical name -> mesh axes; names that are absent are whole, or not to be exchanged.
+    """
+    token = _inside.set(axes)
+    try:
+        yield
+    finally:
+        _inside.reset(token)
+
+
 def _in_force() -> Any:
     """The mesh in force, where the compiler spreads arrays over several devices of it; or None."""
     mesh = jax.sharding.get_abstract_mesh()
@@ -129,7 +151,8 @@ def on_shards(
 
     Under a mesh of several devices this is `jax.shard_map` over all of its axes: kernels, which the
     compiler cannot partition, see local arrays, and the function may exchange data itself. Without
-    one (or inside another `shard_map`) the function gets its arguments as they are. Differentiable:
+    one (or inside another `shard_map`, see `inside`) the function gets its arguments as they are.
+    Differentiable:
     the gradient of an argument is summed over the devices that share it.
 
     Args:
@@ -154,7 +177,8 @@ def on_shards(
                         sizes.setdefault(name, []).append(size)
         mesh = _in_force()
         if mesh is None:
-            return function({name: () for name in sizes}, *values)
+            split = _inside.get() or {}
+            return function({name: split.get(name, ()) for name in sizes}, *values)
         axes = {name: split_axes(mesh, name, *each) for name, each in sizes.items()}
 
         def spec(names: Sequence[str | None] | None) -> PartitionSpec:

@@ -139,8 +139,8 @@ class Matrices:
             batch = tuple(i for i in range(len(shape)) if i not in rows + columns)
         else:
             batch = _axes(spec.batch, len(shape), where)
-        # Of the axes of a batch one may be split over devices, and the batch stays split like it only
-        # where that axis comes first: it is the largest (experts, not layers).
+        # One axis of a batch may be split over devices, and the batch stays split like it only if it
+        # comes first: it is the largest (experts, not layers).
         batch = tuple(sorted(batch, key=lambda axis: -shape[axis]))
         order = batch + rows + columns
         if len(set(order)) != len(order):
