@@ -139,7 +139,7 @@ class Matrices:
             batch = tuple(i for i in range(len(shape)) if i not in rows + columns)
         else:
             batch = _axes(spec.batch, len(shape), where)
-        # One axis of a batch may be split over devices, and the batch stays split like it only if it
+        # One axis of a batch may be split over devices, and the batch stays split only where it
         # comes first: it is the largest (experts, not layers).
         batch = tuple(sorted(batch, key=lambda axis: -shape[axis]))
         order = batch + rows + columns
