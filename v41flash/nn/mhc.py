@@ -108,6 +108,8 @@ class HyperConnection(nn.Module):
         else:
             x, made = ops.read(streams, residual.pre, fn, base, scale, norm, **keywords)
         streams = constrain(streams, *STREAM_AXES)
+        # Whole again along `tensor`, or the weights that are split over it would be gathered.
+        x = constrain(x, "batch", "length", None)
         for name, value in (("streams", streams), ("x", x), *made._asdict().items()):
             self.sow("intermediates", name, value)
         return x, Residual(streams, residual.out, made.post, made.comb, made.pre)

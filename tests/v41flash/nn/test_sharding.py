@@ -96,7 +96,7 @@ def main(count):
         held = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), given[0]
         )
-        assert mesh_gathers.unasked(compiled.as_text(), held, mesh) == []
+        gathered = mesh_gathers.unasked(compiled.as_text(), held, mesh)
         spread = {len(leaf.sharding.device_set) for leaf in jax.tree.leaves(grads)}
         assert spread == {8}
         np.testing.assert_allclose(value, expected[0], rtol=1e-5)
@@ -110,6 +110,7 @@ def main(count):
             # and the embedding lie.
             tolerance = 1e-3 if "engram" in name or "embed" in name else 3e-5
             assert error <= tolerance * scale, f"{sizes} {name}: {error} of {scale}"
+        assert not gathered, "\n".join(gathered)
         print(f"{sizes} equal", flush=True)
 
 
