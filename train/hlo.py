@@ -31,6 +31,10 @@ _CALLED = re.compile(r"(?:calls|to_apply|body|true_computation|false_computation
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _CONDITION = re.compile(r"condition=%?([\w.\-]+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_MESH_GROUPS = re.compile(
+    r"replica_groups=mesh\[([^\]]*)\]"
+    r"(?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))?\s*\{([^}]*)\}"
+)
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 
 
@@ -149,14 +153,22 @@ def _groups(text: str) -> tuple[tuple[int, ...], ...]:
     if listed:
         shape, dims, order = ([int(n) for n in (g or "").split(",") if n] for g in listed.groups())
         return _grid(dims, order or list(range(len(dims))), shape[-1])
-    named = re.search(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}", text)
+    named = _MESH_GROUPS.search(text)
     if named:
         axes = re.findall(r"'?(\w+)'?=(\d+)", named[1])
         names, dims = [axis for axis, _ in axes], [int(size) for _, size in axes]
-        inside = re.findall(r"'?(\w+)'?", named[2])
-        last = [names.index(axis) for axis in inside]
+        last = [names.index(axis) for axis in re.findall(r"'(\w+)'", named[4])]
         order = [i for i in range(len(dims)) if i not in last] + last
-        return _grid(dims, order, math.prod(dims[i] for i in last))
+        groups = _grid(dims, order, math.prod(dims[i] for i in last))
+        if named[2] is None:
+            return groups
+        # The devices stand in the mesh in another order than their numbers.
+        given = named.groups()[1:3]
+        shape, order = ([int(n) for n in (part or "").split(",") if n] for part in given)
+        devices = _grid(shape, order or list(range(len(shape))), math.prod(shape))[0]
+        return tuple(tuple(devices[place] for place in group) for group in groups)
+    if "replica_groups=" in text and "replica_groups={}" not in text:
+        raise ValueError(f"device groups in an unknown notation: {text[:200]}")
     return ()
 
 

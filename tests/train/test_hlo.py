@@ -36,12 +36,14 @@ ENTRY %main (x: f32[8,4]) -> f32[16,4] {
   %w = (s32[], f32[8,4]{1,0}) while(%init), condition=%cond, body=%body
   %g = f32[16,4]{1,0} all-gather(%x), replica_groups=mesh['a'=2,'b'=2,'c'=2] {'b'}, dimensions={0}
   %s = (bf16[8,4]{1,0}, bf16[8,4]{1,0}, u32[]) collective-permute-start(%x), {PAIRS}
+  %h = f32[32,4]{1,0} all-gather(%x), {ORDERED}, dimensions={0}
   %d = bf16[8,4]{1,0} collective-permute-done(%s)
   ROOT %e = f32[16,4]{1,0} all-to-all(%g), {GROUPS}, {NAME}
 }
 """
 for word, notation in {
     "{PAIRS}": "source_target_pairs={{0,1},{2,3}}",
+    "{ORDERED}": "replica_groups=mesh['i'=2,'j'=2,'k'=2], device_ids=([2,4]T(1,0)) {'k'}",
     "{GROUPS}": "replica_groups={{0,4},{1,5},{2,6},{3,7}}",
     "{NAME}": 'metadata={op_name="jit(step)/moe"}',
 }.items():
@@ -50,7 +52,7 @@ MESH = AbstractMesh((2, 2, 2), ("a", "b", "c"))
 
 
 def test_collectives_of_every_notation():
-    found = {one.kind: one for one in hlo.collectives(TEXT)}
+    found = {one.kind: one for one in hlo.collectives(TEXT) if one.elements != 128}
     assert set(found) == {"all-reduce", "all-gather", "collective-permute", "all-to-all"}
     reduce, gather = found["all-reduce"], found["all-gather"]
     assert (reduce.times, reduce.bytes) == (5, 128)
@@ -59,8 +61,17 @@ def test_collectives_of_every_notation():
     assert hlo.axes_of(MESH, gather.groups) == {"b"}
     assert found["collective-permute"].bytes == 64
     assert hlo.axes_of(MESH, found["collective-permute"].groups) == {"c"}
+    (ordered,) = (one for one in hlo.collectives(TEXT) if one.elements == 128)
+    # Devices 0 4 1 5 2 6 3 7 along i, j, k.
+    assert ordered.groups == ((0, 4), (1, 5), (2, 6), (3, 7))
     assert found["all-to-all"].op_name == "jit(step)/moe"
     assert hlo.axes_of(MESH, found["all-to-all"].groups) == {"a"}
+
+
+def test_groups_in_an_unknown_notation_are_an_error():
+    unknown = TEXT.replace("replica_groups={{0,4}", "replica_groups=other{{0,4}")
+    with pytest.raises(ValueError, match="unknown notation"):
+        hlo.collectives(unknown)
 
 
 @pytest.mark.parametrize(("dtype", "size"), [("f32", 4), ("bf16", 2), ("pred", 1), ("s4", 0.5)])
