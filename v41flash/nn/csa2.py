@@ -33,7 +33,7 @@ from v41flash.nn.index_loss import Lesson, teach
 from v41flash.nn.indexer import Indexer, IndexQuery, select, select_in_pool
 from v41flash.nn.linear import contract
 from v41flash.nn.memory import Memory
-from v41flash.sharding import partitioned
+from v41flash.sharding import constrain, partitioned
 
 
 class SharedKV(NamedTuple):
@@ -174,7 +174,7 @@ class CSA2(nn.Module):
         o = rope.rotate(o_BxTxHxD, angles, inverse=True)
         o = o.reshape(batch, length, self.config.o_groups, -1)
         o = contract("btgk,gkr->btgr", o, self.wo_a)
-        return contract("btgr,grd->btd", o, self.wo_b)
+        return constrain(contract("btgr,grd->btd", o, self.wo_b), "batch", "length", None)
 
     def __call__(
         self,

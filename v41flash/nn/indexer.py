@@ -24,7 +24,7 @@ from v41flash.kernels import Kernels
 from v41flash.nn import linear, ops, rope
 from v41flash.nn.context import Ranges
 from v41flash.nn.linear import contract
-from v41flash.sharding import partitioned
+from v41flash.sharding import constrain, partitioned
 
 
 class IndexQuery(NamedTuple):
@@ -74,7 +74,8 @@ class Indexer(nn.Module):
         """Index queries and head weights from the attention input and the query latent."""
         cfg = self.config
         x_BxTxd, q_latent_BxTxr = jax.lax.stop_gradient((x_BxTxd, q_latent_BxTxr))
-        q = rope.rotate(contract("btr,rhd->bthd", q_latent_BxTxr, self.wq_b), angles)
+        q = contract("btr,rhd->bthd", q_latent_BxTxr, self.wq_b)
+        q = rope.rotate(constrain(q, "batch", "length", "index_heads", None), angles)
         q = quant.fake_quantize(q, cfg.index_format, self.kernels.fp4)
         scale = (cfg.index_head_dim * cfg.index_n_heads) ** -0.5
         weights = contract("btd,dh->bth", x_BxTxd, self.weights_proj).astype(jnp.float32) * scale

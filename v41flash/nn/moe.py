@@ -24,7 +24,7 @@ from v41flash.nn import experts as experts_lib
 from v41flash.nn import linear
 from v41flash.nn.context import Context
 from v41flash.nn.linear import contract
-from v41flash.sharding import on_shards, partitioned
+from v41flash.sharding import constrain, on_shards, partitioned
 
 
 class Routing(NamedTuple):
@@ -139,6 +139,7 @@ class MoE(nn.Module):
         up = contract("btd,djf->btjf", x_BxTxd, shared_w13)
         own = contract("btf,fd->btd", self._swiglu(up.reshape(*up.shape[:2], -1), None), shared_w2)
         out = (own.astype(jnp.float32) + routed).astype(x_BxTxd.dtype)
+        out = constrain(out, "batch", "length", None)
         return out, routing.balance_loss
 
     def _routed(
