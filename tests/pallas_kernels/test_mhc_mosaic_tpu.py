@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import re
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from pallas_kernels.mhc.cases import CASES, Case, arguments
 OPS = ("write_read", "read", "write", "mix", "coefficients")
 # The kernel's gradients of bfloat16 streams are rounded once, XLA's after every part of the sum.
 TOLERANCE = {"float32": 5e-6, "bfloat16": 2.0**-6}
+CALL = 'custom_call_target="tpu_custom_call"'
 SMALL = Case((1, 21), streams=2, channels=256, sinkhorn_iters=2)
 
 
@@ -89,20 +91,13 @@ def test_what_is_declined(change, reason):
         mosaic_tpu.write(*args, interpret=change.get("interpret"))
 
 
-def compile_for(tpu, op, case, dtype, count=1):
-    """`count` calls in a row where the op makes streams of streams, with their gradients."""
+def compile_for(tpu, op, case, dtype):
+    """Compiles an op with its gradients."""
     args, keywords = arrays(op, case, dtype)
     kernel = functools.partial(getattr(mhc, op), implementation="mosaic_tpu", **keywords)
-
-    def chain(streams, *rest):
-        for _ in range(count - 1):
-            streams = kernel(streams, *rest)[0]
-        return kernel(streams, *rest)
-
     cotangents = cotangents_of(functools.partial(getattr(reference, op), **keywords), args)
-    compiled = tpu.compile(with_gradients(chain), cotangents, *args)
-    assert compiled.as_text().count('custom_call_target="tpu_custom_call"') == 2 * count
-    return compiled
+    compiled = tpu.compile(with_gradients(kernel), cotangents, *args)
+    assert compiled.as_text().count(CALL) == 2
 
 
 def test_compiles(tpu):
@@ -120,6 +115,27 @@ def test_every_part_compiles(tpu, op, dtype):
 @pytest.mark.parametrize("op", OPS)
 def test_published_shape_compiles(tpu, op):
     compile_for(tpu, op, Case((1, 4096), streams=4, channels=5120), jnp.bfloat16)
+
+
+@pytest.mark.slow
+def test_streams_are_copied_at_the_ends_of_a_row_of_kernels_alone(tpu):
+    """The model's [.., n, d] is not the kernels' [tokens, n d]; between kernels nothing is."""
+    args, keywords = arrays("write_read", Case((1, 256), 2, 1024, 1), jnp.bfloat16)
+    kernel = functools.partial(mhc.write_read, implementation="mosaic_tpu", **keywords)
+
+    def in_a_row(count, streams, *rest):
+        for _ in range(count):
+            streams, x, _ = kernel(streams, *rest)
+        return streams, x
+
+    copies = []
+    for count in (1, 3):
+        text = tpu.compile(functools.partial(in_a_row, count), *args).as_text()
+        assert text.count(CALL) == count
+        found = re.findall(r"bf16\[([\d,]+)\]\S* (?:copy|reshape|transpose|fusion)\(", text)
+        sizes = [np.prod([int(size) for size in shape.split(",")]) for shape in found]
+        copies.append(sizes.count(256 * 2 * 1024))
+    assert copies[0] == copies[1] <= 2
 
 
 @pytest.mark.slow
