@@ -37,7 +37,7 @@ def small_blocks(monkeypatch):
 
 
 def on_device(args):
-    return tuple(None if x is None else jnp.asarray(x) for x in args)
+    return jax.tree.map(jnp.asarray, args)
 
 
 def relative(actual, expected):
