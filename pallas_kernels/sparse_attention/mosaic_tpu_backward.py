@@ -300,7 +300,7 @@ def _by_chunks(plan: Plan, call: Call, q, d_out, stats, size: int):
     per_block = 0
     if plan.tiles:
         per_block = plan.block * plan.tiles * plan.tile * rows.row_bytes(call.main[0])
-    chunks = max(1, -(-plan.blocks * per_block // CONTRIBUTION_BYTES))
+    chunks = min(max(1, -(-plan.blocks * per_block // CONTRIBUTION_BYTES)), plan.blocks)
     while plan.blocks % chunks:
         chunks += 1
     if chunks == 1:

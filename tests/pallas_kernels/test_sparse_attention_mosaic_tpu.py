@@ -131,7 +131,7 @@ def test_gradients_of_every_case(name, dtype, interpreted):
 def test_gradients_of_contributions_in_chunks(small_blocks, interpreted, monkeypatch):
     monkeypatch.setattr(mosaic_tpu_backward, "CONTRIBUTION_BYTES", 1)
     case = dataclasses.replace(MIXED, window=0)
-    check_gradients(*arguments(case, jnp.bfloat16), interpreted)
+    check_gradients(*arguments(case, jnp.bfloat16), interpreted, quick=True)
 
 
 @pytest.mark.slow
