@@ -12,6 +12,9 @@ def test_lines(tmp_path, capsys):
     code = bench.main(["--op=sinkhorn", "--variant=float32", "--budget=0.01", f"--json={lines}"])
     assert code == 0
     rows = [json.loads(line) for line in lines.read_text().splitlines()]
+    declined = [row["implementation"] for row in rows if "ms" not in row]
+    assert declined == ["mosaic_tpu"]
+    rows = [row for row in rows if "ms" in row]
     assert [(row["variant"], row["implementation"]) for row in rows] == [
         ("float32", "xla"),
         ("loop", "rival"),

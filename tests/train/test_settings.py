@@ -41,7 +41,7 @@ def test_defaults_resolve(config):
         ("optimizer.final_learning_rate", -1.0, "optimizer.final_learning_rate = -1.0"),
         ("optimizer.decay_from", 4, "decay_until = (4, None): must be both given"),
         ("eval.batches", 0, "eval.batches = 0"),
-        ("kernels.indexer", "none_such", "'none_such': must be a name of mosaic_gpu, xla"),
+        ("kernels.indexer", "none_such", "must be a name of mosaic_gpu, mosaic_tpu, xla"),
         (
             "kernels.fp4",
             "xla,none_such",
