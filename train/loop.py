@@ -286,6 +286,7 @@ class _Run:
             meta={
                 "config": self.config,
                 "data": iterator.state(),
+                "tokenizer": self.plan.data[0].tokenizer.fingerprint,
                 "recent_ce": list(self.ledger.recent),
                 "row": row,
             },

@@ -30,6 +30,7 @@ from v41flash.checkpoints.published import Published
 from v41flash.checkpoints.workdirs import CHECKPOINTS, CONFIG, TOKENIZER
 from v41flash.config import ModelConfig
 from v41flash.errors import InputError
+from v41flash.text.tokenizer import file_fingerprint
 
 # What serving asks of the training of a run: none, which tells an import's config.json from others.
 _TRAIN = {"stages": [], "indexer_warmup_steps": 0}
@@ -83,6 +84,9 @@ def to_workdir(published: Published, workdir: Path, form: str, tokenizer: str | 
     os.replace(partial, workdir / CONFIG)
     # Last: a folder with checkpoints is a whole run.
     meta = {"config": config, "imported": {"weights": form}}
+    if source is not None:
+        ids = (config["model"][f"{role}_token_id"] for role in ("bos", "eos", "pad"))
+        meta["tokenizer"] = file_fingerprint(source.read_bytes(), *ids)
     streams.write(workdir / CHECKPOINTS, leaves(published, form), meta)
     return config["data"]["tokenizer"]
 

@@ -59,8 +59,8 @@ class Run:
             step: of the checkpoint; the newest one when None.
 
         Raises:
-            InputError: no run, no such checkpoint, or a configuration that is none of this
-                library's.
+            InputError: no run, no such checkpoint, a configuration that is none of this library's,
+                or a tokenizer that has changed since.
         """
         workdir = Path(workdir)
         file = workdir / "config.json"
@@ -87,12 +87,18 @@ class Run:
             except (KeyError, TypeError, ConfigError) as error:
                 raise InputError(f"{file}: not a configuration of this version: {error}") from error
             params = stored.restore_params(step, _abstract(config))
+            fingerprint = stored.meta(step).get("tokenizer")
         tokenizer = tokenizer_lib.load(
             name if path is None else str(path),
             bos_id=config.bos_token_id,
             eos_id=config.eos_token_id,
             pad_id=config.pad_token_id,
         )
+        if fingerprint not in (None, tokenizer.fingerprint):
+            raise InputError(
+                f"tokenizer {tokenizer.name!r}: not the one that checkpoint {step} of {workdir} was"
+                f" made with: its fingerprint is {tokenizer.fingerprint}, not {fingerprint}"
+            )
         draft = None
         if (workdir / DRAFT_FOLDER).is_dir():
             config, draft = _draft(config, workdir / DRAFT_FOLDER)

@@ -154,8 +154,7 @@ class HFTokenizer:
                 raise TokenizerError(
                     f"{role}_token_id={token}: not in the {self.vocab_size} tokens of {str(path)!r}"
                 )
-        digest = hashlib.blake2b(data, digest_size=16).hexdigest()
-        self.fingerprint = f"{digest}-{bos_id}-{eos_id}-{pad_id}"
+        self.fingerprint = file_fingerprint(data, bos_id, eos_id, pad_id)
 
     def encode(self, text: str) -> np.ndarray:
         """Token ids i32[n] of `text`, without bos and eos."""
@@ -198,6 +197,12 @@ class HFTokenizer:
         # others.
         raw = [self._backend.id_to_token(i) or f"<unused {i}>" for i in ids]
         return texts, raw
+
+
+def file_fingerprint(data: bytes, bos_id: int, eos_id: int, pad_id: int) -> str:
+    """The fingerprint of a tokenizer.json with these bytes."""
+    digest = hashlib.blake2b(data, digest_size=16).hexdigest()
+    return f"{digest}-{bos_id}-{eos_id}-{pad_id}"
 
 
 def published() -> HFTokenizer:

@@ -8,6 +8,7 @@ import pytest
 from tests.v41flash.checkpoints import folders
 from v41flash.checkpoints import hf, inventory, published, streams, workdirs
 from v41flash.checkpoints.tensor_files import Item, write
+from v41flash.text.tokenizer import file_fingerprint
 
 
 def run(*arguments):
@@ -54,11 +55,15 @@ def test_a_tokenizer_goes_along(source, workdir, tmp_path, capsys, monkeypatch):
     assert run("export", f"--workdir={workdir}", back) == 0
     assert (back / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
     assert "; no " not in capsys.readouterr().out
-    monkeypatch.setattr(streams, "write", lambda *_: None)
+    written = []
+    monkeypatch.setattr(streams, "write", lambda *own: written.append(own))
     assert run("import", back, f"--workdir={again}") == 0
     assert "tokenizer tokenizer.json" in capsys.readouterr().out
-    name = json.loads((again / "config.json").read_text())["data"]["tokenizer"]
-    assert workdirs.tokenizer_file(name, again) == again / "tokenizer.json"
+    config = json.loads((again / "config.json").read_text())
+    file = workdirs.tokenizer_file(config["data"]["tokenizer"], again)
+    assert file == again / "tokenizer.json"
+    ids = (config["model"][f"{role}_token_id"] for role in ("bos", "eos", "pad"))
+    assert written[0][2]["tokenizer"] == file_fingerprint(file.read_bytes(), *ids)
 
 
 def test_a_named_tokenizer(source, tmp_path, capsys, monkeypatch):

@@ -142,6 +142,17 @@ def test_a_run_folder_is_read(workdir, served):
     assert first.config.use_candidate_pool and first.config.dense_selection
 
 
+def test_another_tokenizer_than_the_checkpoints_is_refused(workdir, served, tmp_path):
+    (tmp_path / "config.json").write_bytes((workdir / "config.json").read_bytes())
+    with Checkpoints(tmp_path / "checkpoints") as checkpoints:
+        for step, name in ((7, TOKENIZER.fingerprint), (8, "another")):
+            meta = {"tokenizer": name}
+            checkpoints.save(step, params=served.params, opt_state={"x": np.zeros(1)}, meta=meta)
+    assert Run.load(tmp_path, 7).step == 7
+    with pytest.raises(InputError, match="tokenizer 'byte': not the one that checkpoint 8 of .*"):
+        Run.load(tmp_path)
+
+
 def test_what_is_no_run_folder_is_refused(workdir, tmp_path):
     with pytest.raises(InputError, match="must be the folder of a training run"):
         Run.load(tmp_path)
