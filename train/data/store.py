@@ -8,6 +8,7 @@ One folder per (source listing, tokenizer):
     offsets.npy        i64[documents + 1], first token of every document
     document_ids.npy   i64[documents], hash of the content
     document_bytes.npy i64[documents], UTF-8 bytes of the content
+    block_checksums.npy  u8[blocks, 8], of every 64 KiB of the tokens
     image_*.npy        where documents have images: see `train.data.images.ImageStore`
 
 It is written under a temporary name and renamed when complete, so a folder under its final name is
@@ -38,13 +39,14 @@ from v41flash.text.tokenizer import Tokenizer
 _logger = logging.getLogger(__name__)
 
 # Part of the folder's name: raise it with every change of what the folder holds.
-_FORMAT = 2
+_FORMAT = 3
 _ENCODE_BYTES = 4 << 20
 _PROGRESS_SECONDS = 10.0
-# Larger token files are checked by size alone: reading them whole at every start would take
-# minutes.
+# Larger token files are not read whole at every start, which would take minutes: their blocks are
+# checked when they are read first.
 _CHECKSUM_LIMIT = 1 << 30
-_SMALL_ARRAYS = ("offsets", "document_ids", "document_bytes")
+_BLOCK_BYTES, _BLOCK_DIGEST = 1 << 16, 8
+_SMALL_ARRAYS = ("offsets", "document_ids", "document_bytes", "block_checksums")
 
 
 class StoreError(InputError):
@@ -61,6 +63,8 @@ class Store:
         offsets: i64[N+1].
         document_ids: i64[N], all different.
         document_bytes: i64[N].
+        block_checksums: u8[blocks, 8].
+        unchecked: bool [blocks], those that must be checked before they are used; None: none.
         meta: contents of meta.json.
         images: of the documents; None where there are none.
     """
@@ -70,6 +74,8 @@ class Store:
     offsets: np.ndarray
     document_ids: np.ndarray
     document_bytes: np.ndarray
+    block_checksums: np.ndarray
+    unchecked: np.ndarray | None
     meta: dict[str, Any]
     images: ImageStore | None = None
 
@@ -112,8 +118,28 @@ class Store:
         return np.flatnonzero(held_out if name == "heldout" else ~held_out)
 
     def document_tokens(self, index: int) -> np.ndarray:
-        """Tokens of one document (a view of the map), bos and eos included."""
-        return self.tokens[self.offsets[index] : self.offsets[index + 1]]
+        """Tokens of one document (a view of the map), bos and eos included.
+
+        Raises:
+            StoreError: they lie in a part of a large file that is damaged.
+        """
+        first, last = self.offsets[index], self.offsets[index + 1]
+        if self.unchecked is not None:
+            size = self.tokens.itemsize
+            blocks = range(first * size // _BLOCK_BYTES, -(-last * size // _BLOCK_BYTES))
+            for block in blocks:
+                if self.unchecked[block]:
+                    self._check(block)
+        return self.tokens[first:last]
+
+    def _check(self, block: int) -> None:
+        found = _block_checksum(self.tokens.view(np.uint8), block)
+        if found != self.block_checksums[block].tobytes():
+            raise StoreError(
+                f"{self.folder}: tokens.npy does not have the recorded checksum in its block"
+                f" {block}; delete the folder to build it anew"
+            )
+        self.unchecked[block] = False
 
 
 def open_or_build(source: Source, tokenizer: Tokenizer, cache_dir: str | Path) -> Store:
@@ -181,8 +207,13 @@ def open_store(folder: str | Path) -> Store:
     documents = len(arrays["document_ids"])
     if len(arrays["offsets"]) != documents + 1 or arrays["offsets"][-1] != len(arrays["tokens"]):
         raise damaged("offsets do not match the tokens")
+    blocks = -(-arrays["tokens"].nbytes // _BLOCK_BYTES)
+    if arrays["block_checksums"].shape != (blocks, _BLOCK_DIGEST):
+        raise damaged("block_checksums do not match the tokens")
+    large = files["tokens"]["bytes"] > _CHECKSUM_LIMIT
+    unchecked = np.ones(blocks, bool) if large else None
     images = ImageStore(**image_arrays) if image_arrays else None
-    return Store(folder=folder, meta=meta, images=images, **arrays)
+    return Store(folder=folder, meta=meta, images=images, unchecked=unchecked, **arrays)
 
 
 def _publish(building: Path, folder: Path) -> None:
@@ -197,6 +228,20 @@ def _publish(building: Path, folder: Path) -> None:
 def _checksum(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def _block_checksum(data: np.ndarray, block: int) -> bytes:
+    """Of one block of u8[n]."""
+    part = np.ascontiguousarray(data[block * _BLOCK_BYTES : (block + 1) * _BLOCK_BYTES])
+    return hashlib.blake2b(part.data, digest_size=_BLOCK_DIGEST).digest()
+
+
+def _block_checksums(path: Path) -> np.ndarray:
+    """u8[blocks, 8] of an array in a .npy file."""
+    data = np.load(path, mmap_mode="r", allow_pickle=False).view(np.uint8)
+    blocks = range(-(-len(data) // _BLOCK_BYTES))
+    joined = b"".join(_block_checksum(data, block) for block in blocks)
+    return np.frombuffer(joined, np.uint8).reshape(-1, _BLOCK_DIGEST)
 
 
 def _meta_checksum(meta: dict[str, Any]) -> str:
@@ -292,6 +337,7 @@ def _build(source: Source, tokenizer: Tokenizer, folder: Path) -> None:
     np.save(folder / "offsets.npy", np.concatenate(([0], np.cumsum(lengths, dtype=np.int64))))
     np.save(folder / "document_ids.npy", np.array(ids, np.int64))
     np.save(folder / "document_bytes.npy", np.array(sizes, np.int64))
+    np.save(folder / "block_checksums.npy", _block_checksums(folder / "tokens.npy"))
     names = ["tokens", *_SMALL_ARRAYS]
     if images.close():
         names += ARRAYS

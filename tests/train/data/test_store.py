@@ -104,7 +104,7 @@ def test_split(corpus, tmp_path):
         opened.split("test", 0.1)
 
 
-@pytest.mark.parametrize("name", ["tokens", "offsets", "document_ids", "document_bytes", "meta"])
+@pytest.mark.parametrize("name", ["tokens", *store._SMALL_ARRAYS, "meta"])
 @pytest.mark.parametrize("damage", ["missing", "short", "changed"])
 def test_damage_is_found(corpus, tmp_path, name, damage):
     opened = build(corpus, tmp_path / "cache")
@@ -141,6 +141,32 @@ def test_a_changed_byte_anywhere_is_found(corpus, tmp_path):
                 assert path.name == "meta.json" and json.loads(data) == json.loads(whole)
                 assert opened.meta["tokens"] == len(opened.tokens)
         path.write_bytes(whole)
+
+
+def test_large_files_are_checked_as_they_are_read(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "_CHECKSUM_LIMIT", 0)
+    monkeypatch.setattr(store, "_BLOCK_BYTES", 64)
+    folder = build(corpus, tmp_path / "cache").folder
+    path = folder / "tokens.npy"
+    whole = path.read_bytes()
+    begin = len(whole) - np.load(path).nbytes
+    size = np.load(path).itemsize
+    offsets = np.load(folder / "offsets.npy") * size
+    for place in (begin, begin + 1000, len(whole) - 1):
+        data = bytearray(whole)
+        data[place] ^= 16
+        path.write_bytes(data)
+        opened = store.open_store(folder)
+        block = (place - begin) // 64 * 64
+        for index in range(len(opened.document_ids)):
+            hit = offsets[index] < block + 64 and offsets[index + 1] > block
+            for _ in range(2):
+                if hit:
+                    with pytest.raises(store.StoreError, match=f"tokens.npy .* {block // 64};"):
+                        opened.document_tokens(index)
+                else:
+                    first, last = begin + offsets[index : index + 2]
+                    assert opened.document_tokens(index).tobytes() == whole[first:last]
 
 
 def test_no_document_at_all(tmp_path):
