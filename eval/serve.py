@@ -36,6 +36,8 @@ from v41flash.serving import Generator, Options
 from v41flash.serving.engine import Engine
 
 KEY_VARIABLE = "V41FLASH_API_KEY"
+# Running requests get after SIGTERM.
+_SECONDS_TO_FINISH = 20
 
 
 class Arguments(NamedTuple):
@@ -160,7 +162,13 @@ def main(arguments: Sequence[str]) -> int:
     limits = Limits(values.max_body_mb << 20, api_key)
     app = create_app(Service(generator, engine, values.model), limits)
     server = uvicorn.Server(
-        uvicorn.Config(app, host=values.host, port=values.port, log_level="info")
+        uvicorn.Config(
+            app,
+            host=values.host,
+            port=values.port,
+            log_level="info",
+            timeout_graceful_shutdown=_SECONDS_TO_FINISH,
+        )
     )
     try:
         server.run()

@@ -120,7 +120,8 @@ def from_bytes(data: bytes, name: str = "image", max_pixels: int = MAX_PIXELS) -
         max_pixels: largest width times height.
 
     Returns:
-        An RGB image; transparency is dropped, as the published code does.
+        An RGB image; transparency is dropped, as the published code does (what lies below shows).
+        The orientation that a camera notes is not followed.
 
     Raises:
         ImageError: see the text.
@@ -149,6 +150,9 @@ def from_bytes(data: bytes, name: str = "image", max_pixels: int = MAX_PIXELS) -
     if frames > 1:
         raise ImageError(f"{name}: {frames} frames: must be a still image")
     try:
+        if image.mode.startswith("I"):  # 16 bits of grey: Pillow would cut them off at 255
+            grey = np.asarray(image)
+            image = PIL.Image.fromarray((np.clip(grey, 0, 65535) // 257).astype(np.uint8))
         return image.convert("RGB")
     except Exception as error:  # as above
         raise ImageError(f"{name}: damaged or cut short: {_line(error)}") from error

@@ -57,6 +57,15 @@ def test_every_mode_becomes_rgb(mode):
     assert image_files.from_bytes(encoded(noise().convert("CMYK"), "JPEG")).mode == "RGB"
 
 
+def test_sixteen_bits_of_grey_become_eight():
+    grey = np.array([[0, 256, 20_000, 50_000, 65_535]], np.uint16)
+    file = io.BytesIO()
+    Image.fromarray(grey).save(file, "PNG")
+    image = np.asarray(image_files.from_bytes(file.getvalue()))
+    np.testing.assert_array_equal(image[0, :, 0], [0, 0, 77, 194, 255])
+    assert image.shape == (1, 5, 3)
+
+
 def test_files_and_data_urls(tmp_path):
     data = encoded(noise())
     path = tmp_path / "a.png"

@@ -28,8 +28,9 @@ from v41flash.checkpoints.leaves import PACKED, Leaf, chunks, leaves
 from v41flash.checkpoints.names import MODEL, insert
 from v41flash.checkpoints.published import Published
 from v41flash.checkpoints.workdirs import CHECKPOINTS, CONFIG, TOKENIZER
-from v41flash.config import ModelConfig
+from v41flash.config import ConfigError, ModelConfig
 from v41flash.errors import InputError
+from v41flash.text import tokenizer as tokenizer_lib
 from v41flash.text.tokenizer import file_fingerprint
 
 # What serving asks of the training of a run: none, which tells an import's config.json from others.
@@ -40,7 +41,13 @@ def model_config(published: Published, form: str) -> ModelConfig:
     """The configuration of the model that runs on weights in one of `FORMS`."""
     if form != PACKED:
         return published.config
-    return dataclasses.replace(published.config, weight_form=PACKED, activation_format="fp8")
+    try:
+        return dataclasses.replace(published.config, weight_form=PACKED, activation_format="fp8")
+    except ConfigError as error:
+        raise InputError(
+            f"{published.folder}: weights are not FP8 and FP4, and cannot stay packed; take"
+            f" --weights=bfloat16 or float32 ({error})"
+        ) from error
 
 
 def to_workdir(published: Published, workdir: Path, form: str, tokenizer: str | None = None) -> str:
@@ -60,8 +67,8 @@ def to_workdir(published: Published, workdir: Path, form: str, tokenizer: str | 
         The tokenizer's name in config.json; that of a file is relative to the run folder.
 
     Raises:
-        InputError: the folder has a run, there is no such tokenizer, or weights cannot be had in
-            this form.
+        InputError: the folder has a run, there is no such tokenizer or it is not the model's, or
+            weights cannot be had in this form.
         OSError: the folder cannot be written.
     """
     workdir = workdir.absolute()
@@ -70,6 +77,8 @@ def to_workdir(published: Published, workdir: Path, form: str, tokenizer: str | 
         own = published.folder / TOKENIZER
         tokenizer = str(own) if own.is_file() else "published"
     source = workdirs.tokenizer_file(tokenizer)
+    if source is not None:
+        _check_tokenizer(source, published.config)
     config = {
         "model": model_config(published, form).to_dict(),
         "data": {"tokenizer": tokenizer if source is None else TOKENIZER},
@@ -89,6 +98,20 @@ def to_workdir(published: Published, workdir: Path, form: str, tokenizer: str | 
         meta["tokenizer"] = file_fingerprint(source.read_bytes(), *ids)
     streams.write(workdir / CHECKPOINTS, leaves(published, form), meta)
     return config["data"]["tokenizer"]
+
+
+def _check_tokenizer(file: Path, config: ModelConfig) -> None:
+    tokenizer = tokenizer_lib.load(
+        str(file),
+        bos_id=config.bos_token_id,
+        eos_id=config.eos_token_id,
+        pad_id=config.pad_token_id,
+    )
+    if tokenizer.vocab_size > config.vocab_size:
+        raise InputError(
+            f"{file}: has {tokenizer.vocab_size:,} ids; the model's vocab_size is"
+            f" {config.vocab_size:,}; name another with --tokenizer"
+        )
 
 
 def _check_free(workdir: Path) -> None:

@@ -93,6 +93,8 @@ class _Files:
     def __init__(self, folder: Path):
         self.complaints: list[str] = []
         self.places: dict[str, TensorFile] = {}
+        # Tensors of files that cannot be read: the file's complaint stands for them.
+        self.out_of_reach: set[str] = set()
         index = folder / INDEX
         listed: dict[str, str] | None = None
         if index.exists():
@@ -110,6 +112,10 @@ class _Files:
                 file = TensorFile(path)
             except FileError as error:
                 self.complaints.append(str(error))
+                lost = {name for name, file in (listed or {}).items() if file == path.name}
+                if lost:
+                    self.complaints.append(f"{path}: {len(lost)} tensors are out of reach")
+                self.out_of_reach |= lost
                 continue
             # Each header is bounded; together they stay in memory.
             entries += len(file.entries)
@@ -127,6 +133,8 @@ class _Files:
                     self.complaints.append(f"{path}: {name} is not listed there by {INDEX}")
                 self.places[name] = file
         for name, file_name in (listed or {}).items():
+            if name in self.out_of_reach:
+                continue
             found = self.places.get(name)
             if found is None or found.path.name != file_name:
                 self.complaints.append(f"{index}: {name} is not in {file_name}")
@@ -169,6 +177,8 @@ def _problems(folder: Path, config: ModelConfig, files: _Files) -> Iterator[str]
     wanted = {tensor.name: tensor for tensor in inventory.inventory(config)}
     for name, tensor in wanted.items():
         file = files.places.get(name)
+        if name in files.out_of_reach:
+            continue
         if file is None:
             yield f"missing: {name} {tensor.dtype} {list(tensor.shape)}"
             continue

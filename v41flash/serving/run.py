@@ -99,6 +99,11 @@ class Run:
                 f"tokenizer {tokenizer.name!r}: not the one that checkpoint {step} of {workdir} was"
                 f" made with: its fingerprint is {tokenizer.fingerprint}, not {fingerprint}"
             )
+        if tokenizer.vocab_size > config.vocab_size:
+            raise InputError(
+                f"{workdir}: tokenizer {name!r} has {tokenizer.vocab_size:,} ids; the model's"
+                f" vocab_size is {config.vocab_size:,}"
+            )
         draft = None
         if (workdir / DRAFT_FOLDER).is_dir():
             config, draft = _draft(config, workdir / DRAFT_FOLDER)

@@ -54,9 +54,9 @@ def tensors(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
 
 
 def write_tokenizer(path: Path) -> None:
-    """Writes a tokenizer.json whose tokens are three specials, then bytes."""
+    """Writes a tokenizer.json of 256 tokens, the recorded model's: three specials, then bytes."""
     specials = ["<bos>", "<eos>", "<pad>"]
-    texts = specials + sorted(pre_tokenizers.ByteLevel.alphabet())
+    texts = specials + sorted(pre_tokenizers.ByteLevel.alphabet())[:-3]
     backend = Tokenizer(models.BPE({text: number for number, text in enumerate(texts)}, []))
     backend.add_special_tokens(specials)
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

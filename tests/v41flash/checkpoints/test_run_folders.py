@@ -8,6 +8,8 @@ import pytest
 from tests.v41flash.checkpoints import folders
 from v41flash.checkpoints import hf, inventory, published, streams, workdirs
 from v41flash.checkpoints.tensor_files import Item, write
+from v41flash.errors import InputError
+from v41flash.serving.run import Run
 from v41flash.text.tokenizer import file_fingerprint
 
 
@@ -77,6 +79,46 @@ def test_a_named_tokenizer(source, tmp_path, capsys, monkeypatch):
     arguments = ("import", source, f"--workdir={tmp_path / 'none'}", "--tokenizer=absent.json")
     assert "tokenizer 'absent.json': no such file" in refused(capsys, 2, *arguments)
     assert not (tmp_path / "none").exists()
+
+
+def test_a_tokenizer_of_another_model(workdir, tmp_path, capsys):
+    """One line at the import where its file is at hand, otherwise where it is used."""
+    source = folders.copy(tmp_path / "published")
+    (source / "tokenizer.json").write_text('{"a": 1}')
+    target = f"--workdir={tmp_path / 'run'}"
+    assert "tokenizer.json" in refused(capsys, 2, "import", source, target)
+    assert not (tmp_path / "run").exists()
+
+    large = tmp_path / "large"
+    shutil.copytree(workdir, large)
+    config = json.loads((large / "config.json").read_text())
+    config["data"]["tokenizer"] = "byte"
+    (large / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match=r"large: tokenizer 'byte' has 259 ids; .* is 256"):
+        Run.load(large)
+
+
+def test_what_cannot_stay_packed(tmp_path, capsys):
+    arguments = ("import", folders.RECORDED.parent / "layout_i", f"--workdir={tmp_path / 'run'}")
+    assert "take --weights=bfloat16 or float32" in refused(capsys, 2, *arguments)
+
+
+def test_a_shard_out_of_reach_is_named_once(tmp_path, capsys):
+    folder = tmp_path / "published"
+    folder.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copyfile(folders.RECORDED / name, folder / name)
+    names = list(folders.tensors(folder))
+    shard = "model-00001-of-00001.safetensors"
+    data = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").unlink()
+    (folder / shard).write_bytes(data[:100])
+    index = {"metadata": {}, "weight_map": dict.fromkeys(names, shard)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert run("inspect", folder) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3
+    assert f"{shard}: {len(names)} tensors are out of reach" in lines[1]
 
 
 def test_an_export_says_that_it_has_no_tokenizer(workdir, tmp_path, capsys):
