@@ -250,7 +250,6 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_it_is_saved(
     def fail(*_):
         raise caught.value
 
-    monkeypatch.setattr(main_lib, "parse", lambda _: (config, tmp_path))
     monkeypatch.setattr(loop, "run", fail)
-    assert main_lib.main([]) == 1
+    assert main_lib.main(["--config=configs/quickstart.py", f"--workdir={tmp_path}"]) == 1
     assert capsys.readouterr().err.startswith("training failed: step 6: loss is nan")
