@@ -94,15 +94,15 @@ class Run:
             eos_id=config.eos_token_id,
             pad_id=config.pad_token_id,
         )
-        if fingerprint not in (None, tokenizer.fingerprint):
-            raise InputError(
-                f"tokenizer {tokenizer.name!r}: not the one that checkpoint {step} of {workdir} was"
-                f" made with: its fingerprint is {tokenizer.fingerprint}, not {fingerprint}"
-            )
         if tokenizer.vocab_size > config.vocab_size:
             raise InputError(
                 f"{workdir}: tokenizer {name!r} has {tokenizer.vocab_size:,} ids; the model's"
                 f" vocab_size is {config.vocab_size:,}"
+            )
+        if fingerprint not in (None, tokenizer.fingerprint):
+            raise InputError(
+                f"tokenizer {tokenizer.name!r}: not the one that checkpoint {step} of {workdir} was"
+                f" made with: its fingerprint is {tokenizer.fingerprint}, not {fingerprint}"
             )
         draft = None
         if (workdir / DRAFT_FOLDER).is_dir():
