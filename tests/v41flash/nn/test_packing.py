@@ -12,7 +12,10 @@ from tests.v41flash.nn.samples import packed
 LENGTH = 69
 # One token; longer than window (8) and top-k (8); shorter than a window; the rest of the row.
 DOCUMENT_LENGTHS = (1, 30, 5, 19)
-MODES = pytest.mark.parametrize("fake_quantize", [True, False], ids=["fakequant", "noquant"])
+MODES = pytest.mark.parametrize(
+    "fake_quantize",
+    [pytest.param(True, id="fakequant"), pytest.param(False, id="noquant", marks=pytest.mark.slow)],
+)
 
 
 @pytest.fixture(scope="module")

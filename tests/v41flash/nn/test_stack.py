@@ -54,6 +54,7 @@ class Recording:
         return np.asarray(kept[index])[b, : LENGTHS[b]]
 
 
+@pytest.mark.slow
 def test_scanned_groups_without_rounding():
     recording = Recording.make(samples.scanned(**samples.NO_ROUNDING), seed=2)
     groups = [(group.repeats, group.reuse) for group in recording.config.groups]
