@@ -3,6 +3,7 @@
 import dataclasses
 
 import numpy as np
+import pytest
 
 from tests import reference_np
 from tests.v41flash.nn import samples
