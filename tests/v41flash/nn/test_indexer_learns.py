@@ -119,6 +119,7 @@ def _check(trainer: Trainer, seed: int) -> None:
 
 
 # What a random indexer finds depends on its draw: 0.5 to 1.6 times chance over these seeds.
+@pytest.mark.slow
 def test_recall_rises_with_the_loss_and_not_without():
     _check(Trainer(recall_task.model_config(TASK)), seed=2)
 
