@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import contextlib
 import dataclasses
 import importlib
 import json
 import pathlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -68,7 +69,11 @@ def _tune(chosen: argparse.Namespace, cases: Mapping[str, ModuleType]) -> int:
         for case in chosen.case:
             if case in cases[op].BENCHMARKS and hasattr(cases[op], "tuning"):
                 print(f"{op} {case}", flush=True)
-                best = tuning.tune(cases[op].tuning(case), budget=chosen.budget)
+                work = cases[op].tuning(case)
+                if work is None:
+                    print(f"{op} {case}: nothing to tune")
+                    continue
+                best = tuning.tune(work, budget=chosen.budget)
                 print(f"{op} {case}: {best or 'no candidate runs'}", flush=True)
                 failed += best is None
     return failed
@@ -83,9 +88,22 @@ class _Line:
     compiled: concurrent.futures.Future | None
 
 
-def _compile(variant: measure.Variant, implementation: str | None) -> Any:
+@dataclasses.dataclass(frozen=True)
+class _Case:
+    """One case to be: its lines, what they are checked against (a promise), and its arguments."""
+
+    reference: concurrent.futures.Future
+    arguments: tuple[Any, ...]
+    lines: list[_Line]
+
+
+def _compile(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    return jax.jit(function).lower(*arguments).compile()
+
+
+def _compile_variant(variant: measure.Variant, implementation: str | None) -> Any:
     try:
-        return jax.jit(variant.function(implementation)).lower(*variant.arguments).compile()
+        return _compile(variant.function(implementation), variant.arguments)
     except NotImplementedError as reason:
         return reason
 
@@ -94,8 +112,11 @@ def _time(line: _Line, expected: Any, budget: float) -> dict[str, Any]:
     """Times and checks one line; {"declined": why} where the implementation cannot run."""
     variant = line.variant
     if isinstance(variant, measure.Foreign):
-        error = measure.error(variant.convert(variant.start()), expected)
-        spent = measure.seconds(variant.start, budget=budget, wait=variant.wait)
+        try:
+            error = measure.error(variant.convert(variant.start()), expected)
+            spent = measure.seconds(variant.start, budget=budget, wait=variant.wait)
+        except Exception as reason:  # other people's code, which may not run here
+            return {"declined": f"{type(reason).__name__}: {reason}".splitlines()[0]}
     else:
         function = line.compiled.result()
         if isinstance(function, NotImplementedError):
@@ -105,11 +126,20 @@ def _time(line: _Line, expected: Any, budget: float) -> dict[str, Any]:
     return {"ms": spent * 1e3, "error": error, "passed": error <= variant.tolerance}
 
 
+def _outside(rivals: Mapping[str, Callable[[str], Mapping[str, Any]]], op: str, case: str):
+    """Rivals of a case; none, and a line that says so, where their libraries are absent."""
+    try:
+        return rivals[op](case) if op in rivals else {}
+    except ImportError as reason:
+        print(f"{op} {case}, rivals: {reason}")
+        return {}
+
+
 def _plan(
     chosen: argparse.Namespace,
     cases: Mapping[str, ModuleType],
     pool: concurrent.futures.Executor,
-) -> list[tuple[measure.Benchmark, list[_Line]]]:
+) -> list[_Case]:
     """The lines of every case; all are compiled at the same time."""
     outside = importlib.import_module(chosen.rivals).RIVALS if chosen.rivals else {}
     plan = []
@@ -120,7 +150,7 @@ def _plan(
                 continue
             bench = cases[op].benchmark(case)
             own = [name for name in bench.variants if name in (chosen.variant or [name])]
-            rivals = {**bench.rivals, **(outside[op](case) if op in outside else {})}
+            rivals = {**bench.rivals, **_outside(outside, op, case)}
             todo = [
                 (name, implementation, bench.variants[name])
                 for name in own
@@ -135,27 +165,40 @@ def _plan(
                     "implementation": implementation or "rival",
                 }
                 ours = isinstance(variant, measure.Variant)
-                compiled = pool.submit(_compile, variant, implementation) if ours else None
+                compiled = pool.submit(_compile_variant, variant, implementation) if ours else None
                 lines.append(_Line(names, variant, compiled))
-            plan.append((bench, lines))
+            if lines:
+                arguments = next(iter(bench.variants.values())).arguments
+                reference = pool.submit(_compile, bench.reference, arguments)
+                plan.append(_Case(reference, arguments, lines))
     return plan
 
 
-def _lines(chosen: argparse.Namespace, cases: Mapping[str, ModuleType], ceilings):
+def _lines(plan: list[_Case], ceilings: measure.Ceilings, budget: float):
     """Yields a dict per timed line."""
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        plan = _plan(chosen, cases, pool)
-    for bench, lines in plan:
-        expected = None
-        for line in lines:
-            if expected is None:
-                expected = jax.jit(bench.reference)(*line.variant.arguments)
-            result = _time(line, expected, chosen.budget)
+    for case in plan:
+        expected = case.reference.result()(*case.arguments)
+        for line in case.lines:
+            result = _time(line, expected, budget)
             if "ms" in result:
                 variant = line.variant
                 floor = max(variant.flops / ceilings.matmul, variant.bytes / ceilings.copy)
                 result |= {"floor_ms": floor * 1e3, "fraction": floor * 1e3 / result["ms"]}
             yield {**line.names, **result}
+
+
+def _shown(line: Mapping[str, Any]) -> str:
+    """A line of the table."""
+    shown = {**line, "case": f"{line['op']} {line['case']}"}
+    if "ms" in line:
+        shown |= {
+            "ms": f"{line['ms']:.4f}",
+            "fraction": f"{line['fraction']:.3f}",
+            "error": f"{line['error']:.1e}{'' if line['passed'] else ' WRONG'}",
+        }
+    else:
+        shown |= {"ms": "declined", "fraction": "", "error": line["declined"]}
+    return _COLUMNS.format(**shown)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -164,40 +207,30 @@ def main(argv: list[str] | None = None) -> int:
     chosen = _parse(argv, cases)
     if chosen.tune:
         return int(_tune(chosen, cases) > 0)
-    device = jax.devices()[0].device_kind
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        plan = _plan(chosen, cases, pool)
+    # Measured when everything is compiled: in the same minute as the lines.
     ceilings = measure.ceilings(chosen.budget)
+    where = {
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "matmul_flops": ceilings.matmul,
+        "copy_bytes": ceilings.copy,
+    }
     print(
-        f"{device}, jax {jax.__version__}: matmul {ceilings.matmul / 1e12:.2f} TFLOP/s bf16, "
-        f"copy {ceilings.copy / 1e9:.0f} GB/s"
+        f"{where['device']}, jax {jax.__version__}: matmul {ceilings.matmul / 1e12:.2f} TFLOP/s "
+        f"bf16, copy {ceilings.copy / 1e9:.0f} GB/s"
     )
     header = ("case", "variant", "implementation", "ms", "fraction", "error")
     print(_COLUMNS.format(**{name: name for name in header}))
     failed = 0
-    lines = []
-    for line in _lines(chosen, cases, ceilings):
-        lines.append(
-            {
-                **line,
-                "device": device,
-                "jax": jax.__version__,
-                "matmul_flops": ceilings.matmul,
-                "copy_bytes": ceilings.copy,
-            }
-        )
-        shown = {**line, "case": f"{line['op']} {line['case']}"}
-        if "ms" in line:
-            failed += not line["passed"]
-            mark = "" if line["passed"] else " WRONG"
-            shown |= {
-                "ms": f"{line['ms']:.4f}",
-                "fraction": f"{line['fraction']:.3f}",
-                "error": f"{line['error']:.1e}{mark}",
-            }
-        else:
-            shown |= {"ms": "declined", "fraction": "", "error": line["declined"]}
-        print(_COLUMNS.format(**shown), flush=True)
-    if chosen.json:
-        chosen.json.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context(chosen.json.open("w")) if chosen.json else None
+        for line in _lines(plan, ceilings, chosen.budget):
+            failed += not line.get("passed", True)
+            print(_shown(line), flush=True)
+            if file:
+                print(json.dumps({**line, **where}), file=file, flush=True)
     return int(failed > 0)
 
 

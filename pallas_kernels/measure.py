@@ -111,6 +111,20 @@ def seconds(
     return statistics.median(samples)
 
 
+def repeated(function: Callable[..., Any], repeats: int) -> Callable[..., Any]:
+    """A function that calls another several times, one after the other, and returns the last."""
+    if repeats == 1:
+        return function
+
+    def call(*arguments):
+        def again(_, result):
+            return function(*jax.lax.optimization_barrier((arguments, result))[0])
+
+        return jax.lax.fori_loop(1, repeats, again, function(*arguments))
+
+    return call
+
+
 def ceilings(budget: float = 2.0) -> Ceilings:
     """Measures both in about `budget` seconds each; smaller sizes on CPU, to try things out."""
     cpu = jax.default_backend() == "cpu"

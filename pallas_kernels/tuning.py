@@ -58,6 +58,7 @@ class Table(Generic[Config]):
 
     def record(self, device_kind: str, shape_class: str, config: Config) -> None:
         """Writes one configuration into the file."""
+        _read.cache_clear()  # what other processes have written since
         table = {kind: dict(classes) for kind, classes in _read(self.path).items()}
         table.setdefault(device_kind, {})[shape_class] = dataclasses.asdict(config)
         self.path.write_text(json.dumps(table, indent=2, sort_keys=True) + "\n")
@@ -76,6 +77,7 @@ class Tuning(Generic[Config]):
         arguments: arrays on the device.
         tolerance: largest `measure.error` between a candidate's result and that of the first
             candidate that runs.
+        repeats: times that the function does the work.
     """
 
     table: Table[Config]
@@ -84,6 +86,7 @@ class Tuning(Generic[Config]):
     function: Callable[[Config], Callable[..., Any]]
     arguments: tuple[Any, ...]
     tolerance: float = 0.0
+    repeats: int = 1
 
 
 def tune(
@@ -120,7 +123,7 @@ def tune(
         if error > work.tolerance:
             report(f"{config}: differs from the first candidate by {error:.1e}")
             continue
-        spent = measure.seconds(function, *work.arguments, budget=budget)
+        spent = measure.seconds(function, *work.arguments, budget=budget) / work.repeats
         report(f"{config}: {spent * 1e3:.4f} ms")
         if spent < shortest:
             shortest, best = spent, config

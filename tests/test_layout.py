@@ -45,6 +45,8 @@ TOP_LEVEL_FILES = {
 DISTRIBUTIONS = {
     "PIL": "pillow",
     "absl": "absl-py",
+    "deep_gemm": "sgl-deep-gemm",
+    "flash_mla": "sgl-flash-mla",
     "jaxlib": "jax",
     "lm_eval": "lm-eval",
     "orbax": "orbax-checkpoint",

@@ -6,11 +6,11 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from pallas_kernels import hopper
+from pallas_kernels import hopper, tpu
 from pallas_kernels.measure import Benchmark, Variant
-from pallas_kernels.sparse_attention import mosaic_gpu_backward, reference
+from pallas_kernels.sparse_attention import mosaic_gpu_backward, mosaic_tpu_backward, reference
+from pallas_kernels.sparse_attention.forward_cases import indices as indices_of
 
 QUERIES, DIM, WINDOW, SELECTED = 4096, 512, 128, 512
 # Heads, main rows, and how many of their rows neighbouring queries share: none but by chance, or
@@ -24,18 +24,6 @@ BENCHMARKS = {
 }
 
 
-def _indices(rows: int, kind: str, queries: int) -> np.ndarray:
-    """Ascending i32 `[1, T, K]`, distinct in each query."""
-    rng = np.random.default_rng(0)
-    if kind == "random":
-        chosen = [rng.choice(rows, SELECTED, replace=False, shuffle=False) for _ in range(queries)]
-        return np.sort(np.asarray(chosen, np.int32))[None]
-    # A comb of which each query moves one tooth in ten.
-    comb, tooth = rows // SELECTED, np.arange(SELECTED)
-    moved = (np.arange(queries)[:, None] + tooth) // 10 % comb
-    return (tooth * comb + moved).astype(np.int32)[None]
-
-
 def _by_xla(q, window_rows, lo, hi, main_rows, indices, sink, out, lse, d_out, d_lse):
     del out, lse
 
@@ -47,9 +35,17 @@ def _by_xla(q, window_rows, lo, hi, main_rows, indices, sink, out, lse, d_out, d
     return pullback((d_out.astype(q.dtype), d_lse))
 
 
-def _by_kernel(*arguments):
+def _on_gpu(*arguments):
     hopper.require("sparse_attention", jax_release=(0, 11))
     return mosaic_gpu_backward.backward(*arguments, window=WINDOW, scale=DIM**-0.5)
+
+
+def _on_tpu(*arguments):
+    tpu.require("sparse_attention")
+    return mosaic_tpu_backward.backward(*arguments, window=WINDOW, scale=DIM**-0.5)
+
+
+IMPLEMENTATIONS = {"mosaic_gpu": _on_gpu, "mosaic_tpu": _on_tpu, "xla": _by_xla}
 
 
 def benchmark(name: str) -> Benchmark:
@@ -64,11 +60,11 @@ def benchmark(name: str) -> Benchmark:
     window_rows, main_rows = normal(2, 1, QUERIES, DIM), normal(3, 1, rows, DIM)
     sink, d_lse = normal(4, heads, dtype=jnp.float32), normal(5, 1, QUERIES, heads)
     end = jnp.arange(1, QUERIES + 1, dtype=jnp.int32)[None]
-    indices = jnp.asarray(_indices(rows, kind, QUERIES))
+    indices = jnp.asarray(indices_of(rows, kind, QUERIES, SELECTED))[None]
     visible = window_rows, jnp.maximum(end - WINDOW, 0), end, main_rows, indices, sink
     result = jax.jit(functools.partial(reference.sparse_attention, window=WINDOW))(q, *visible)
     variant = Variant(
-        lambda implementation: {"xla": _by_xla, "mosaic_gpu": _by_kernel}[implementation],
+        IMPLEMENTATIONS.__getitem__,
         (q, *visible, *result, d_out, d_lse.astype(jnp.float32)),
         # Five products: logits, their gradient, and what queries, keys and values get.
         flops=10.0 * QUERIES * heads * (SELECTED + WINDOW) * DIM,

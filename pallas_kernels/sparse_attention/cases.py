@@ -10,18 +10,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import fp4, tpu
-from pallas_kernels.measure import Benchmark, Variant
+from pallas_kernels import tpu
+from pallas_kernels.measure import Benchmark
 from pallas_kernels.packed_rows import ranges
 from pallas_kernels.sparse_attention import (
     Fp4Table,
     backward_cases,
+    forward_cases,
     mosaic_tpu,
     mosaic_tpu_backward,
     mosaic_tpu_mass,
-    reference,
-    sparse_attention,
 )
+from pallas_kernels.tuning import Tuning
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +38,6 @@ class Case:
         ratio: tokens per main row; 0 for a layer without main rows.
         selected: K; 0 for all visible main rows (no indices).
         untidy: indices out of order, repeated, and outside of the rows among them.
-        packed: a benchmark of main rows in FP4.
     """
 
     documents: tuple[tuple[int, ...], ...]
@@ -50,7 +49,6 @@ class Case:
     ratio: int = 0
     selected: int = 0
     untidy: bool = False
-    packed: bool = False
 
 
 # Small shapes: odd lengths, documents that end inside a group, padding between them and at the end.
@@ -66,22 +64,7 @@ CASES = {
     ),
 }
 
-FORWARD = {
-    "small": Case(((512,),) * 4, 512, 512, heads=4, dim=64, window=32, ratio=1, selected=32),
-    "small_window": Case(((512,),) * 4, 512, 512, heads=4, dim=64, window=32),
-    "A1": Case(((8192,),), 4096, 8192, 64, 512, window=128, ratio=1, selected=512),
-    "A1_64k": Case(((65536,),), 4096, 65536, 64, 512, window=128, ratio=1, selected=512),
-    "A1q": Case(((8192,),), 4096, 8192, 64, 512, 128, 1, selected=512, packed=True),
-    "A1q_64k": Case(((65536,),), 4096, 65536, 64, 512, 128, 1, selected=512, packed=True),
-    "A5": Case(((8192,),), 4096, 8192, 64, 512, window=128),
-    "published_4k": Case(((4096,),), 4096, 4096, 64, 512, window=128, ratio=1, selected=512),
-    "published_32k": Case(((32768,),), 4096, 32768, 64, 512, window=128, ratio=1, selected=512),
-    "published_decode": Case(
-        ((32768,),) * 16, 1, 32768, 64, 512, window=128, ratio=1, selected=512
-    ),
-}
-
-BENCHMARKS = {**FORWARD, **backward_cases.BENCHMARKS}
+BENCHMARKS = {**forward_cases.BENCHMARKS, **backward_cases.BENCHMARKS}
 
 
 def arguments(case: Case, dtype: Any = np.float32, seed: int = 0) -> tuple[tuple, dict[str, Any]]:
@@ -153,8 +136,8 @@ def tpu_accounts() -> dict[str, tpu.Account]:
             shape(case.heads, dtype=jnp.float32),
         )
 
-    case, decode = FORWARD["A1"], FORWARD["published_decode"]
-    decode = dataclasses.replace(decode, tokens=case.window + 1)
+    case = Case(((8192,),), 4096, 8192, 64, 512, window=128, ratio=1, selected=512)
+    decode = dataclasses.replace(case, queries=1, tokens=case.window + 1)
     arguments = call(case)
     q, *rest = call(dataclasses.replace(case, queries=case.queries // 2))
     lse = shape(*q.shape[:3], dtype=jnp.float32)
@@ -178,28 +161,11 @@ def tpu_accounts() -> dict[str, tpu.Account]:
 
 
 def benchmark(name: str) -> Benchmark:
-    """Out and lse of bfloat16 against float32; A6 and its like: see `backward_cases`."""
-    if name in backward_cases.BENCHMARKS:
-        return backward_cases.benchmark(name)
-    case = FORWARD[name]
-    positional, keywords = arguments(case, jnp.bfloat16)
-    positional = jax.tree.map(jnp.asarray, positional)
-    if case.packed:
-        positional = (*positional[:4], fp4.pack(positional[4], "fp4"), *positional[5:])
+    """See `forward_cases`, and `backward_cases` for A6 and its like."""
+    cases = forward_cases if name in forward_cases.BENCHMARKS else backward_cases
+    return cases.benchmark(name)
 
-    def exact(*positional):
-        positional = [
-            x.astype(jnp.float32) if x is not None and x.dtype == jnp.bfloat16 else x
-            for x in positional
-        ]
-        return reference.sparse_attention(*positional, **keywords)
 
-    keys = case.window + (case.selected if case.ratio else 0)
-    variant = Variant(
-        lambda name: functools.partial(sparse_attention, implementation=name, **keywords),
-        positional,
-        flops=4.0 * len(case.documents) * case.queries * case.heads * keys * case.dim,
-        bytes=0.0,
-        tolerance=1e-2,
-    )
-    return Benchmark(reference=exact, variants={"bfloat16": variant})
+def tuning(name: str) -> Tuning | None:
+    """See `forward_cases`; there is nothing to tune in the backward."""
+    return forward_cases.tuning(name) if name in forward_cases.BENCHMARKS else None

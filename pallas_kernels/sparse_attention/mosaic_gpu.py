@@ -21,6 +21,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import pathlib
 from typing import Any
 
 import jax
@@ -33,6 +34,7 @@ from pallas_kernels import hopper
 from pallas_kernels.sparse_attention import hopper_rows, mosaic_gpu_backward, reference
 from pallas_kernels.sparse_attention.hopper_rows import ORDER, PARTS, SWIZZLED, TILE, Tile
 from pallas_kernels.sparse_attention.tables import Fp4Table
+from pallas_kernels.tuning import Table
 
 _HEADS = 64  # rows of one wgmma
 _STAGES = 2
@@ -56,16 +58,37 @@ class TuningConfig:
         value_registers: of the two that sum values.
         row_registers: of the one that gathers. With the others at most 512.
         blocks: of the grid, at most; one fits on a multiprocessor.
+        shares: blocks that share the keys of a query, at most: as many as divide its tiles.
     """
 
     score_registers: int
     value_registers: int
     row_registers: int
     blocks: int = 132
+    shares: int = 1
 
 
+TABLE = Table(pathlib.Path(__file__).parent / "tuned.json", TuningConfig)
 _PLAIN_CONFIG = TuningConfig(128, 160, 64)
 _PACKED_CONFIG = TuningConfig(104, 160, 88)
+
+
+def kind_of(main_rows: jax.Array | None) -> str:
+    """Of main rows, as `shape_class` names it."""
+    if main_rows is None:
+        return "window alone"
+    return "fp4 rows" if main_rows.dtype == jnp.uint8 else "bfloat16 rows"
+
+
+def shape_class(kind: str, items: int) -> str:
+    """What calls share a configuration.
+
+    Args:
+        kind: see `kind_of`.
+        items: queries of the batch times groups of 64 heads.
+    """
+    few = f"up to {1 << max(0, items - 1).bit_length()}"
+    return f"{kind}, {'many' if items >= TuningConfig.blocks else few} items"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -479,7 +502,6 @@ def forward(
     *,
     window: int,
     scale: float,
-    shares: int = 1,
     config: TuningConfig | None = None,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
@@ -495,9 +517,7 @@ def forward(
         sink: f32 `[H]`.
         window: bound of `window_hi - window_lo`.
         scale: of the logits.
-        shares: blocks that share the keys of a query, where queries are too few to fill the GPU;
-            divides the number of tiles, ceil(window / 64) + ceil(K / 64).
-        config: layout of the kernel; chosen by the kind of rows when None.
+        config: layout of the kernel; looked up in the table when None.
         interpret: parameters of Pallas's interpret mode, in which it runs on any device.
 
     Returns:
@@ -505,14 +525,15 @@ def forward(
     """
     batch, queries, heads, dim = q.shape
     packed = main_rows is not None and main_rows.dtype == jnp.uint8
-    if config is None:
-        config = _PACKED_CONFIG if packed else _PLAIN_CONFIG
     slots = 0 if indices is None else indices.shape[-1]
     main_tiles, window_tiles = -(-slots // TILE), -(-window // TILE)
-    if (main_tiles + window_tiles) % shares:
-        raise ValueError(f"{main_tiles + window_tiles} tiles cannot be cut into {shares} shares")
     group = min(heads, _HEADS)
     groups = heads // group
+    if config is None:
+        shapes = shape_class(kind_of(main_rows), batch * queries * groups)
+        config = TABLE.lookup(shapes, _PACKED_CONFIG if packed else _PLAIN_CONFIG)
+    tiles = main_tiles + window_tiles
+    shares = max(n for n in range(1, config.shares + 1) if tiles % n == 0)
     plan = _Plan(
         batch=batch,
         queries=queries,

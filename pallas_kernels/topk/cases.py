@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.measure import Benchmark, Variant
+from pallas_kernels.measure import Benchmark, Variant, repeated
 from pallas_kernels.topk import mosaic_gpu, mosaic_tpu, topk, topk_blocks
 from pallas_kernels.topk.mosaic_gpu import TABLE, TuningConfig
 from pallas_kernels.tpu import Account
@@ -78,18 +77,6 @@ def _repeats(name: str) -> int:
     return _REPEATS if rows * size <= 64 * 65536 else 1
 
 
-def _repeated(function: Callable[[jax.Array], jax.Array], repeats: int):
-    """Calls a function several times, one after the other."""
-
-    def call(array):
-        def again(_, result):
-            return function(jax.lax.optimization_barrier((array, result))[0])
-
-        return jax.lax.fori_loop(1, repeats, again, function(array))
-
-    return function if repeats == 1 else call
-
-
 def benchmark(name: str) -> Benchmark:
     """The selection as a set, in increasing order of index; bytes: scores read, indices written."""
     case = BENCHMARKS[name]
@@ -105,7 +92,7 @@ def benchmark(name: str) -> Benchmark:
 
     def variant(function):
         return Variant(
-            lambda implementation: _repeated(function(implementation), _repeats(name)),
+            lambda implementation: repeated(function(implementation), _repeats(name)),
             (array,),
             flops=0.0,
             bytes=float(array.nbytes + 4 * case.shape[0] * case.k),
@@ -153,6 +140,7 @@ def tuning(name: str) -> Tuning:
             for room in (2560, 4608)
             for histogram in (False, True)
         ],
-        lambda config: _repeated(function(config), _repeats(name)),
+        lambda config: repeated(function(config), _repeats(name)),
         (scores(name),),
+        repeats=_repeats(name),
     )

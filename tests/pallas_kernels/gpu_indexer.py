@@ -4,7 +4,8 @@
 
 Scores are compared with those of NumPy in float64, selections with what the reference selects from
 integers, whose scores are exact in any order, and gradients with the reference in float32, beside
-the reference's own error in bfloat16. Exit status 1 where a case fails.
+the reference's own error in bfloat16. Exit status 1 where a case fails. Arguments name the cases
+to run by how they begin (`gpu_indexer select recall`).
 """
 
 from __future__ import annotations
@@ -170,6 +171,8 @@ def main() -> int:
     print(f"{device.device_kind}, jax {jax.__version__}")
     failed = 0
     for name, case in cases(np.random.default_rng(0)):
+        if not name.startswith(tuple(sys.argv[1:]) or ""):
+            continue
         passed, text = case()
         failed += not passed
         print(f"{'ok    ' if passed else 'FAILED'} {name}: {text}", flush=True)

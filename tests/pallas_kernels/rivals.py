@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import optax
 
+from pallas_kernels import fp4
+from pallas_kernels.indexer import cases as indexer_cases
 from pallas_kernels.measure import Foreign, Variant
 from pallas_kernels.newton_schulz import HYBRID, cases
+from pallas_kernels.sparse_attention import forward_cases
 from pallas_kernels.topk import cases as topk_cases
 
 
@@ -57,4 +61,109 @@ def torch_topk(name: str) -> dict[str, Foreign]:
     return {"torch.topk": rival(False), "torch.topk sorted": rival(True)}
 
 
-RIVALS = {"newton_schulz": optax_muon, "topk": torch_topk}
+def flash_mla(name: str) -> dict[str, Foreign]:
+    """FlashMLA's kernel for Hopper, of the wheel sgl-flash-mla 1.0.0.
+
+    It gathers window rows by index like the others, from one table of all sequences, and reads
+    bfloat16 rows alone: what is packed for our kernel it gets unpacked.
+    """
+    work = forward_cases.BENCHMARKS.get(name)
+    if work is None or work.heads not in (64, 128):
+        return {}
+    import torch
+
+    positional = forward_cases.arguments(name)
+    q, window_rows, lo, hi, main_rows, chosen, sink = positional
+
+    def to_torch(x):
+        return torch.from_dlpack(jax.block_until_ready(x))
+
+    parts, places = [window_rows], [_window_places(lo, hi, window_rows.shape[1], work.window)]
+    if main_rows is not None:
+        if work.packed:
+            main_rows = jax.jit(lambda x: fp4.unpack(x, "fp4", jnp.bfloat16))(main_rows)
+        parts.append(main_rows)
+        places.append(chosen + window_rows.shape[1])
+    rows = jnp.concatenate(parts, axis=1)
+    first = jnp.arange(work.batch, dtype=jnp.int32)[:, None, None] * rows.shape[1]
+    places = jnp.concatenate(places, axis=-1)
+    places = jnp.where(places >= 0, places + first, -1)
+    queries = work.batch * work.queries
+    tensors = (
+        to_torch(q.reshape(queries, work.heads, work.dim)),
+        to_torch(rows.reshape(-1, 1, work.dim)),
+        to_torch(places.reshape(queries, 1, -1)),
+    )
+    attn_sink = to_torch(sink)
+
+    def start():
+        import flash_mla
+
+        return flash_mla.flash_mla_sparse_fwd(
+            *tensors, work.dim**-0.5, work.dim, attn_sink=attn_sink, use_legacy=True
+        )
+
+    def convert(result):
+        out, _, lse = result
+        shape = work.batch, work.queries, work.heads
+        out = jnp.from_dlpack(out.contiguous()).reshape(*shape, work.dim)
+        return out, jnp.from_dlpack(lse.contiguous()).reshape(shape)
+
+    floor = forward_cases.floor(name, positional)
+    return {
+        "FlashMLA": Foreign(
+            start, lambda _: torch.cuda.synchronize(), convert, **floor, tolerance=1e-2
+        )
+    }
+
+
+def _window_places(lo, hi, rows: int, window: int):
+    place = lo[..., None] + jnp.arange(window, dtype=jnp.int32)
+    return jnp.where((place < hi[..., None]) & (place < rows), place, -1)
+
+
+def deep_gemm(name: str) -> dict[str, Foreign]:
+    """DeepGEMM's index scores in FP8 for Hopper, of the wheel sgl-deep-gemm 0.2.5."""
+    work = indexer_cases.BENCHMARKS[name]
+    if work.function != "scores" or work.batch != 1:
+        return {}
+    import torch
+
+    variant = indexer_cases.benchmark(name).variants["on_grid"]
+    q, w, k, lo, hi = (jax.block_until_ready(x[0]) for x in variant.arguments)
+
+    def to_torch(x):
+        return torch.from_dlpack(x)
+
+    q8, k8 = (to_torch(x.astype(jnp.float32)).to(torch.float8_e4m3fn) for x in (q, k))
+    scales = torch.ones(k8.shape[0], device=k8.device)
+    weights, first, last = to_torch(w), to_torch(lo), to_torch(hi)
+
+    def start():
+        import deep_gemm
+
+        ranges = first, last, work.entries
+        return deep_gemm.fp8_fp4_mqa_logits((q8, None), (k8, scales), weights, *ranges)
+
+    def convert(logits):
+        logits = logits[:, : k8.shape[0]].float().contiguous()
+        return jnp.from_dlpack(logits)[None]
+
+    return {
+        "DeepGEMM FP8": Foreign(
+            start,
+            lambda _: torch.cuda.synchronize(),
+            convert,
+            flops=variant.flops,
+            bytes=variant.bytes,
+            tolerance=1e-3,
+        )
+    }
+
+
+RIVALS = {
+    "indexer": deep_gemm,
+    "newton_schulz": optax_muon,
+    "sparse_attention": flash_mla,
+    "topk": torch_topk,
+}

@@ -1,10 +1,14 @@
 """The benchmark command on small cases."""
 
 import json
+import sys
+import types
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from pallas_kernels import bench
+from pallas_kernels import bench, measure
 
 
 def test_lines(tmp_path, capsys):
@@ -22,6 +26,32 @@ def test_lines(tmp_path, capsys):
     for row in rows:
         assert row["ms"] > 0 and 0 < row["fraction"] and row["error"] < 1e-4
     assert "sinkhorn small" in capsys.readouterr().out
+
+
+def test_rivals_that_do_not_run_are_said_to(monkeypatch, capsys, tmp_path):
+    def absent(case):
+        raise ImportError("No module named 'torch'")
+
+    def broken(case):
+        def start():
+            raise RuntimeError("needs a GPU")
+
+        return {"theirs": measure.Foreign(start, None, None, 0.0, 0.0, 0.0)}
+
+    rivals = types.SimpleNamespace(RIVALS={"sinkhorn": broken, "topk": absent})
+    monkeypatch.setitem(sys.modules, "outside", rivals)
+    ours = ["--op=sinkhorn", "--op=topk", "--variant=float32", "--implementation=xla"]
+    lines = tmp_path / "lines.json"
+    assert bench.main([*ours, "--budget=0.01", "--rivals=outside", f"--json={lines}"]) == 0
+    assert "topk small, rivals: No module named 'torch'" in capsys.readouterr().out
+    rows = [json.loads(line) for line in lines.read_text().splitlines()]
+    declined = {row["variant"]: row["declined"] for row in rows if "declined" in row}
+    assert declined == {"theirs": "RuntimeError: needs a GPU"}
+
+
+def test_repeated():
+    count = measure.repeated(lambda x, y: x + y, 5)
+    np.testing.assert_array_equal(count(jnp.arange(3), 1), [1, 2, 3])
 
 
 @pytest.mark.parametrize("flag", ["--case=none", "--op=none", "--typo=1"])

@@ -58,8 +58,7 @@ def check_forward(packed, blocks, shares):
         *arguments,
         window=40,
         scale=1 / 16,
-        shares=shares,
-        config=TuningConfig(128, 160, 64, blocks),
+        config=TuningConfig(128, 160, 64, blocks, shares),
         interpret=InterpretGPUParams(),
     )
     expected_out, expected_lse = reference.sparse_attention(*arguments, window=40)
@@ -134,7 +133,8 @@ def full_size(heads=64, main="bfloat16", slots=512, queries=264):
 )
 def test_compiles_for_hopper(recent_hopper, keywords):
     shares = keywords.pop("shares", 1)
-    call = functools.partial(mosaic_gpu.forward, window=128, scale=512**-0.5, shares=shares)
+    config = TuningConfig(104, 160, 88, shares=shares) if shares > 1 else None
+    call = functools.partial(mosaic_gpu.forward, window=128, scale=512**-0.5, config=config)
     recent_hopper.compile(call, *full_size(**keywords))
 
 
