@@ -320,6 +320,8 @@ class Copies:
 
     def begin(self, first, used, fetch_starts, fetch_keys) -> None:
         """Starts the copies that come before tile `first`; `used` is one past the last tile."""
+        # Not a number: of such the tracer checks bounds, also where nothing is fetched.
+        first = jnp.int32(first)
         for i in range(self.stages - 1):
             pl.when(first + i < used)(functools.partial(fetch_starts, first + i))
         close_group(self.interpret)

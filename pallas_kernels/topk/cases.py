@@ -134,10 +134,9 @@ def tuning(name: str) -> Tuning:
         TABLE,
         mosaic_gpu.shape_class(rows, size, case.k, case.block),
         [
-            TuningConfig(tile=tile, room=room, histogram=histogram, **{field: number})
+            TuningConfig(tile=tile, histogram=histogram, **{field: number})
             for field, number in (("team", 1), ("team", 4), ("warpgroups", 5))
             for tile in (1024, 2048)
-            for room in (2560, 4608)
             for histogram in (False, True)
         ],
         lambda config: repeated(function(config), _repeats(name)),

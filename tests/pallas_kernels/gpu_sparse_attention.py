@@ -8,6 +8,7 @@ FP4 rows alone, `plain` the others: compiling takes most of the time, and one co
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
 import sys
 
@@ -40,47 +41,58 @@ def _error(x, y) -> float:
     return float(np.linalg.norm(x - y) / max(np.linalg.norm(y), 1e-30))
 
 
-def check(name: str, packed: bool, shares: int = 1) -> bool:
-    """Runs one case and prints its line; False where it is off."""
+def check(name: str, packed: bool, shares: int = 1):
+    """Compiles one case; returns a function that runs it: (whether it is right, its line)."""
     args, keywords = arguments(CASES[name], dtype=jnp.bfloat16)
-    args = [None if x is None else jnp.asarray(x) for x in args]
-    args[6] = args[6].at[1].set(jnp.inf).at[2].set(-jnp.inf)
-    if packed and args[4] is not None:
-        args[4] = fp4.pack(args[4], "fp4")
+    args = jax.tree.map(jnp.asarray, args)
+    args = (*args[:6], args[6].at[1].set(jnp.inf).at[2].set(-jnp.inf))
+    if packed:
+        args = (*args[:4], fp4.pack(args[4], "fp4"), *args[5:])
+    exact = jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, args)
     window = keywords["window"]
     scale = args[0].shape[-1] ** -0.5
     config = mosaic_gpu.TuningConfig(104, 160, 88, shares=shares) if shares > 1 else None
+
+    def compiled(function, *shapes):
+        return jax.jit(function).lower(*shapes).compile()
+
     kernel = functools.partial(mosaic_gpu.forward, window=window, scale=scale, config=config)
-    kernel = jax.jit(kernel)
-    plain = jax.jit(functools.partial(reference.sparse_attention, window=window))
-    exact = [
-        x.astype(jnp.float32) if x is not None and x.dtype == jnp.bfloat16 else x for x in args
-    ]
-    out, lse = kernel(*args)
-    again, _ = kernel(*args)
-    expected, expected_lse = plain(*exact)
-    error, usual = _error(out, expected), _error(plain(*args)[0], expected)
-    finite = np.isfinite(expected_lse)
-    lse_error = float(np.abs(np.asarray(lse)[finite] - np.asarray(expected_lse)[finite]).max())
-    mass_error = 0.0
+    kernel = compiled(kernel, *args)
+    plain = functools.partial(reference.sparse_attention, window=window)
+    usual, right = compiled(plain, *args), compiled(plain, *exact)
     if args[4] is not None:
-        total = jnp.logaddexp(expected_lse, args[6])
-        mass = selected_mass(args[0], args[4], args[5], total, implementation="mosaic_gpu")
-        mass_error = _error(mass, reference.selected_mass(exact[0], exact[4], args[5], total))
-    same = bool((out == again).all())
-    passed = (
-        error <= min(1e-2, 1.5 * usual)
-        and lse_error < 1e-4
-        and mass_error < 1e-2
-        and same
-        and bool((np.isfinite(lse) == finite).all())
-    )
-    print(
-        f"{name:13} packed {packed:d} shares {shares} out {error:.1e} (bfloat16 {usual:.1e}) "
-        f"lse {lse_error:.1e} mass {mass_error:.1e} same {same} {'' if passed else 'WRONG'}",
-        flush=True,
-    )
-    return passed
+        mass = functools.partial(selected_mass, implementation="mosaic_gpu")
+        lse = jax.ShapeDtypeStruct(args[0].shape[:3], jnp.float32)
+        mass = compiled(mass, args[0], *args[4:6], lse)
+        right_mass = compiled(reference.selected_mass, exact[0], *exact[4:6], lse)
+
+    def run():
+        out, lse = kernel(*args)
+        again, _ = kernel(*args)
+        expected, expected_lse = right(*exact)
+        error, allowed = _error(out, expected), _error(usual(*args)[0], expected)
+        finite = np.isfinite(expected_lse)
+        difference = np.asarray(lse)[finite] - np.asarray(expected_lse)[finite]
+        lse_error = float(np.abs(difference).max())
+        mass_error = 0.0
+        if args[4] is not None:
+            total = jnp.logaddexp(expected_lse, args[6])
+            masses = mass(args[0], *args[4:6], total), right_mass(exact[0], *exact[4:6], total)
+            mass_error = _error(*masses)
+        same = bool((out == again).all())
+        passed = (
+            error <= min(1e-2, 1.5 * allowed)
+            and lse_error < 1e-4
+            and mass_error < 1e-2
+            and same
+            and bool((np.isfinite(lse) == finite).all())
+        )
+        return passed, (
+            f"{name}, packed {packed:d}, shares {shares}: out {error:.1e} (bfloat16 {allowed:.1e}),"
+            f" lse {lse_error:.1e}, mass {mass_error:.1e}, second call {same=}"
+        )
+
+    return run
 
 
 def main() -> int:
@@ -89,7 +101,15 @@ def main() -> int:
     todo = [(name, packed, n) for name, packed, n in todo if CASES[name].ratio or not packed]
     todo += [("decode", True, 5), ("decode", True, 10), ("decode", False, 2)]
     kinds = [{"plain": False, "packed": True}[kind] for kind in sys.argv[1:]] or (False, True)
-    return int(not all([check(*case) for case in todo if case[1] in kinds]))
+    print(jax.devices()[0].device_kind, "jax", jax.__version__)
+    failed = 0
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        runs = [pool.submit(check, *case) for case in todo if case[1] in kinds]
+        for run in runs:
+            passed, line = run.result()()
+            failed += not passed
+            print("ok   " if passed else "WRONG", line, flush=True)
+    return int(failed > 0)
 
 
 if __name__ == "__main__":

@@ -107,13 +107,12 @@ def main() -> int:
     failed = 0
     configs = [CONFIGS[int(number)] for number in sys.argv[1:]] or CONFIGS
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        runs = [
-            pool.submit(check, config, *case[:4], **case[4]) for config in configs for case in CASES
-        ]
-    for run in runs:
-        right, line = run.result()()
-        failed += not right
-        print("ok   " if right else "WRONG", line, flush=True)
+        todo = [(config, *case[:4], case[4]) for config in configs for case in CASES]
+        runs = [pool.submit(check, *case, **keywords) for *case, keywords in todo]
+        for run in runs:
+            right, line = run.result()()
+            failed += not right
+            print("ok   " if right else "WRONG", line, flush=True)
     return int(failed > 0)
 
 

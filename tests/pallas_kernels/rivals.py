@@ -123,7 +123,7 @@ def _window_places(lo, hi, rows: int, window: int):
 
 
 def deep_gemm(name: str) -> dict[str, Foreign]:
-    """DeepGEMM's index scores in FP8 for Hopper, of the wheel sgl-deep-gemm 0.2.5."""
+    """DeepGEMM's index scores in FP8 for Hopper, of the wheel sgl-deep-gemm."""
     work = indexer_cases.BENCHMARKS[name]
     if work.function != "scores" or work.batch != 1:
         return {}
@@ -142,8 +142,8 @@ def deep_gemm(name: str) -> dict[str, Foreign]:
     def start():
         import deep_gemm
 
-        ranges = first, last, work.entries
-        return deep_gemm.fp8_fp4_mqa_logits((q8, None), (k8, scales), weights, *ranges)
+        given = (q8, None), (k8, scales), weights, first, last
+        return deep_gemm.fp8_fp4_mqa_logits(*given, max_seqlen_k=work.entries)
 
     def convert(logits):
         logits = logits[:, : k8.shape[0]].float().contiguous()

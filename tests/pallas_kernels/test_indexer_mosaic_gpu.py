@@ -102,6 +102,16 @@ def test_backward_kernel_in_interpret_mode():
         assert error <= 5e-3 * np.linalg.norm(expected)
 
 
+@interpreted
+def test_backward_kernel_takes_fewer_entries_than_a_tile():
+    shapes = shape(jnp.bfloat16, 1, 8, 32, 128), shape(jnp.float32, 1, 8, 32)
+    keys, listed = shape(jnp.bfloat16, 1, 5, 128), shape(jnp.int32, 1, 8, 3)
+    dq, dw, dk = jax.eval_shape(
+        gathered_gradients, *shapes, keys, listed, shape(jnp.float32, 1, 8, 3)
+    )
+    assert (dq.shape, dw.shape, dk.shape) == ((1, 8, 32, 128), (1, 8, 32), keys.shape)
+
+
 def test_packed_channels_and_queries_are_permuted_alike():
     channels = permute_channels(jnp.arange(128))
     assert sorted(np.asarray(channels)) == list(range(128))
@@ -261,12 +271,13 @@ def test_gathering_kernel_compiles_for_hopper(recent_hopper, size, packed):
     )
 
 
-def test_backward_kernel_compiles_for_hopper(recent_hopper):
+@pytest.mark.parametrize("listed", [3, 512])
+def test_backward_kernel_compiles_for_hopper(recent_hopper, listed):
     recent_hopper.compile(
         gathered_gradients,
         shape(jnp.bfloat16, 1, 8, 32, 128),
         shape(jnp.float32, 1, 8, 32),
         shape(jnp.bfloat16, 1, 1024, 128),
-        shape(jnp.int32, 1, 8, 512),
-        shape(jnp.float32, 1, 8, 512),
+        shape(jnp.int32, 1, 8, listed),
+        shape(jnp.float32, 1, 8, listed),
     )

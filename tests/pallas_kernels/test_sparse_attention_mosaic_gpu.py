@@ -145,10 +145,10 @@ def test_mass_compiles_for_hopper(recent_hopper, heads, main):
     recent_hopper.compile(call, q, main_rows, indices, shape(*q.shape[:3], dtype=jnp.float32))
 
 
-def test_compilation_reports_registers_that_there_are_not(recent_hopper):
-    config = TuningConfig(128, 160, 24)
+def test_compiler_refuses_fewer_registers_than_an_instruction_takes(recent_hopper):
+    config = TuningConfig(128, 160, 16)
     call = functools.partial(mosaic_gpu.forward, window=128, scale=1.0, config=config)
-    with pytest.raises(Exception, match=r"(?i)regist|ptxas|pass pipeline"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="[Pp]ass pipeline failed"):
         recent_hopper.compile(call, *full_size(main=jnp.uint8))
 
 
