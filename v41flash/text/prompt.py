@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from v41flash.effort import EFFORTS
 from v41flash.text.prompt_messages import (
     BETWEEN,
     DSML,
@@ -44,7 +45,6 @@ THINK, END_THINK = "<think>", "</think>"
 # spells them.
 CONTROLS = (BOS, EOS, SYSTEM, USER, ASSISTANT, THINK, END_THINK, DSML)
 
-EFFORTS = {"low": 50, "high": 75, "max": 100}
 EFFORT_LINE = (
     "Reasoning Effort: {} (range 1-100, the higher the value, the more thorough the reasoning)\n\n"
 )
