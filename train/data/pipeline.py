@@ -14,7 +14,7 @@ R table rows per token and site):
 
     tokens        i32[B,T]       padding holds the pad token
     targets       i32[B,T]       the token that follows in the same document
-    loss_mask     f32[B,T]       1 where there is a target, 0 on padding
+    loss_mask     f32[B,T]       1 where there is a target, 0 on padding and where it is a prompt's
     segment_ids   i32[B,T]       1, 2, .. per document piece in the row; 0 on padding
     positions     i32[B,T]       0-based inside the piece; 0 on padding
     engram_rows   i32[B,T,S,R]   offset included
@@ -31,6 +31,8 @@ Keys of `config.data` (`default_config()` returns them):
     path               ""         a file, a folder or a glob (not for builtin and digits)
     pattern            ""         glob inside the folder; "" = the kind's own (text: every file)
     text_field         "text"     field of a row; "" = ArrayRecord records are themselves text
+    prompt_field       ""         field of a row's prompt: read before the text, not learnt; "" =
+                                  there is none. Both are encoded as they stand, after bos
     image_field        ""         field of a row's images (`train.data.images`); "" = text alone
     image_marker       "<image>"  stands in the text where an image goes
     image_slots        1          slots of images a row; documents with images are never cut
@@ -82,6 +84,7 @@ def default_config() -> ConfigDict:
             path="",
             pattern="",
             text_field="text",
+            prompt_field="",
             image_field="",
             image_marker="<image>",
             image_slots=1,
@@ -105,14 +108,15 @@ def split_host_fields(batch: Batch) -> tuple[Batch, Batch]:
     return device, {name: batch[name] for name in HOST_FIELDS}
 
 
-def _piece_bytes(size: int, tokens: int, start: int, length: int) -> int:
+def _piece_bytes(size: int, tokens: int, prompt: int, start: int, length: int) -> int:
     """Bytes of text that a piece's targets stand for; all pieces of a document add up to `size`.
 
-    A document's bytes are shared out evenly over its tokens but bos and eos, so that with one token
-    a byte every piece has exactly its own.
+    A document's bytes are shared out evenly over its tokens but bos, prompt and eos, so that with
+    one token a byte every piece has exactly its own.
     """
-    text = max(tokens - 2, 1)
-    return size * min(start + length, text) // text - size * min(start, text) // text
+    text = max(tokens - 2 - prompt, 1)
+    first, last = (min(max(at - prompt, 0), text) for at in (start, start + length))
+    return size * last // text - size * first // text
 
 
 def _build_batch(
@@ -145,12 +149,13 @@ def _build_batch(
             place = slice(int(plan.offset[piece]), int(plan.offset[piece]) + length)
             batch["tokens"][b, place] = tokens[start : start + length]
             batch["targets"][b, place] = tokens[start + 1 : start + length + 1]
-            batch["loss_mask"][b, place] = 1
+            prompt = store.prompt_length(document)
+            batch["loss_mask"][b, place] = np.arange(start, start + length) >= prompt
             batch["segment_ids"][b, place] = segment + 1
             batch["positions"][b, place] = np.arange(length)
             batch["document_ids"][b, segment] = store.document_ids[document]
             size = int(store.document_bytes[document])
-            batch["row_bytes"][b] += _piece_bytes(size, len(tokens), start, length)
+            batch["row_bytes"][b] += _piece_bytes(size, len(tokens), prompt, start, length)
             if store.images is not None:
                 pictures[b] += [
                     store.images.row_image(layout.vision, number, place.start)
@@ -303,17 +308,20 @@ class Data:
         """What the targets of `heldout_batches(limit)` spell, for models that work on bytes.
 
         Returns:
-            For every piece (the text of the one token that it shows before its first target, the
-            text of its targets), UTF-8, in the batches' order.
+            For every piece with targets (the text of the one token that it shows before its first
+            target, the text of its targets), UTF-8, in the batches' order.
         """
         plan, documents = self._heldout_plan, self.documents("heldout")
         rows = min(plan.num_rows, self._heldout_count(limit) * self.config.batch_size)
         texts = []
         for piece in range(plan.row_first[rows]):
-            start, length = plan.start[piece], plan.length[piece]
-            tokens = self.store.document_tokens(documents[plan.document[piece]])
-            shown, targets = tokens[start : start + 1], tokens[start + 1 : start + length + 1]
-            texts.append((self._text(shown), self._text(targets)))
+            document = documents[plan.document[piece]]
+            tokens, end = self.store.document_tokens(document), plan.start[piece] + 1
+            end += plan.length[piece]
+            start = max(plan.start[piece], self.store.prompt_length(document))
+            shown, targets = tokens[start : start + 1], tokens[start + 1 : end]
+            if len(targets):
+                texts.append((self._text(shown), self._text(targets)))
         return texts
 
     def train_texts(self) -> list[bytes]:
@@ -353,6 +361,8 @@ class Data:
         held_out = self.documents("heldout")
         rows, padding = self.epoch_rows()
         size, tokens = int(store.document_bytes.sum()), len(store.tokens)
+        if store.prompt_tokens is not None:
+            tokens -= int(store.prompt_tokens.sum())
         lines = [
             f"data: {config.kind} {config.path}".rstrip()
             + f", {len(store.document_ids):,} documents, {size / 1e6:.1f} MB",
@@ -369,6 +379,8 @@ class Data:
                 f"  {count:,} images, {int(store.images.sizes.sum()):,} image tokens; "
                 f"{left_out:,} documents left out whose images do not fit a row"
             )
+        if store.prompt_tokens is not None:
+            lines.append(f"  {store.prompt_tokens.sum():,} tokens of prompts, not learnt")
         if store.meta["repeated_documents"]:
             lines.append(f"  left out {store.meta['repeated_documents']:,} repeated documents")
         if store.skipped:
@@ -459,7 +471,12 @@ def _open_corpus(config: ConfigDict, model: ModelConfig) -> _Corpus:
         pad_id=model.pad_token_id,
     )
     source = sources.open_source(
-        config.kind, config.path, config.pattern, config.text_field, _image_fields(config, model)
+        config.kind,
+        config.path,
+        config.pattern,
+        config.text_field,
+        _image_fields(config, model),
+        config.prompt_field,
     )
     cache_dir = Path(config.cache_dir).expanduser() if config.cache_dir else default_cache_dir()
     try:
@@ -522,7 +539,7 @@ def from_sections(sections: Sequence[tuple[ConfigDict, ModelConfig]]) -> list[Da
     opened = []
     for config, model in sections:
         key = (
-            *(config.kind, config.path, config.pattern, config.text_field),
+            *(config.kind, config.path, config.pattern, config.text_field, config.prompt_field),
             *(config.tokenizer, config.cache_dir),
             _image_fields(config, model),
             *(model.bos_token_id, model.eos_token_id, model.pad_token_id),

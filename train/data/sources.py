@@ -15,7 +15,7 @@ import hashlib
 import json
 import logging
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +29,8 @@ _logger = logging.getLogger(__name__)
 
 _NAMES_PER_REASON = 3
 _RECORDS_PER_READ = 512
+# Kinds whose rows have fields, of which one may be a prompt.
+_ROWS = ("jsonl", "parquet", "array_record")
 _DEFAULT_PATTERNS = {
     "text": "**/*",
     "jsonl": "**/*.jsonl*",
@@ -78,12 +80,14 @@ class Document:
         data: the UTF-8 bytes of the text, without the markers of images.
         document_id: stable, from text and images.
         images: in order.
+        prompt: what is read before the text, and not learnt.
     """
 
     texts: tuple[str, ...]
     data: bytes
     document_id: int
     images: tuple[PlannedImage, ...] = ()
+    prompt: str = ""
 
 
 def document_id(data: bytes) -> int:
@@ -100,6 +104,7 @@ class Source:
     files: tuple[Path, ...]
     text_field: str = "text"
     images: ImageFields | None = None
+    prompt_field: str = ""
 
     def listing_digest(self) -> str:
         """A hash over kind, fields and every file's path, size and modification time.
@@ -110,6 +115,8 @@ class Source:
         digest = hashlib.blake2b(f"{self.kind}\0{self.text_field}".encode(), digest_size=16)
         if self.images is not None:
             digest.update(f"\0{self.images}\0{FORMATS}\0{digit_pages.VERSION}".encode())
+        if self.prompt_field:
+            digest.update(f"\0prompt {self.prompt_field}".encode())
         for path in self.files:
             stat = path.stat()
             digest.update(f"\0{path}\0{stat.st_size}\0{stat.st_mtime_ns}".encode())
@@ -118,7 +125,8 @@ class Source:
     def documents(self, skipped: Skipped) -> Iterator[Document]:
         """Reads every document once; what cannot be read goes to `skipped`."""
         read = _READERS[self.kind]
-        fields = Fields(self.text_field, self.images.field if self.images else "")
+        images = self.images.field if self.images else ""
+        fields = Fields(self.text_field, images, self.prompt_field)
         for path in self.files:
             for name, item in read(path, fields, skipped):
                 try:
@@ -140,6 +148,7 @@ def open_source(
     pattern: str = "",
     text_field: str = "text",
     images: ImageFields | None = None,
+    prompt_field: str = "",
 ) -> Source:
     """Lists a source's files.
 
@@ -151,15 +160,28 @@ def open_source(
         text_field: name of the JSONL field, Parquet column or ArrayRecord JSON field; "" means that
             ArrayRecord records are themselves UTF-8 text.
         images: how rows carry images; None: they do not.
+        prompt_field: field whose text is read before the other one and not learnt; "": there is
+            none.
 
     Returns:
         The source, files sorted.
 
     Raises:
-        SourceError: unknown kind, nothing at `path`, or a package that the kind needs is missing.
+        SourceError: unknown kind, prompts or images where they cannot be, nothing at `path`, or a
+            package that the kind needs is missing.
     """
     if kind not in KINDS:
         raise SourceError(f"data.kind={kind!r}: must be one of {', '.join(KINDS)}")
+    if prompt_field and (kind not in _ROWS or images is not None):
+        raise SourceError(
+            f"data.prompt_field={prompt_field!r}: must be empty with data.kind={kind!r} and "
+            f"data.image_field={images.field if images else ''!r}: prompts are fields of "
+            f"{', '.join(_ROWS)}, without images"
+        )
+    if prompt_field and not text_field:
+        raise SourceError(
+            f"data.text_field is empty: data.prompt_field={prompt_field!r} needs one beside it"
+        )
     if kind in _SHIPPED:
         if path:
             raise SourceError(
@@ -178,7 +200,7 @@ def open_source(
             f"data.path={path!r}, data.pattern={pattern!r}: no files found (pattern defaults to "
             f"{_DEFAULT_PATTERNS[kind]!r} for {kind!r})"
         )
-    return Source(kind, tuple(files), text_field, images)
+    return Source(kind, tuple(files), text_field, images, prompt_field)
 
 
 def _list_files(path: str, pattern: str) -> list[Path]:
@@ -215,19 +237,29 @@ def _require_package(kind: str) -> None:
 
 
 class Fields(NamedTuple):
-    """Names of the fields that a reader takes out of a row; `images` may be "": none."""
+    """Names of the fields that a reader takes out of a row; "" stands for none but in `text`."""
 
     text: str
     images: str
+    prompt: str
+
+
+class Prompted(NamedTuple):
+    """A text with what is read before it."""
+
+    prompt: str | bytes
+    text: str | bytes
 
 
 def _to_document(
     name: str,
-    item: bytes | str | Interleaved,
+    item: bytes | str | Interleaved | Prompted,
     fields: ImageFields | None,
     folder: Path,
     skipped: Skipped,
 ) -> Document | None:
+    if isinstance(item, Prompted):
+        return _prompted(name, item, skipped)
     item = item if isinstance(item, Interleaved) else Interleaved(item, ())
     try:
         data = item.text if isinstance(item.text, bytes) else item.text.encode("utf-8")
@@ -252,8 +284,22 @@ def _to_document(
     return Document(texts, data, document_id(whole), images)
 
 
-# Readers yield (name for messages, bytes or str of one document, or its text with its images).
-_Items = Iterator[tuple[str, bytes | str | Interleaved]]
+def _prompted(name: str, item: Prompted, skipped: Skipped) -> Document | None:
+    try:
+        prompt, data = (text if isinstance(text, bytes) else text.encode("utf-8") for text in item)
+        before, text = prompt.decode("utf-8"), data.decode("utf-8")
+    except UnicodeError:
+        skipped.add("not UTF-8", name)
+        return None
+    if not data:
+        skipped.add("empty", name)
+        return None
+    return Document((text,), data, document_id(prompt + b"\0" + data), prompt=before)
+
+
+# Readers yield (name for messages, bytes or str of one document, or its text with its images or
+# its prompt).
+_Items = Iterator[tuple[str, bytes | str | Interleaved | Prompted]]
 
 
 def _read_text(path: Path, fields: Fields, skipped: Skipped) -> _Items:
@@ -291,15 +337,23 @@ def _json_row(name: str, data: bytes, fields: Fields, skipped: Skipped) -> _Item
     except (ValueError, RecursionError):
         skipped.add("malformed rows", name)
         return
-    if not isinstance(row, dict) or not isinstance(row.get(fields.text), str):
+    if not isinstance(row, dict):
         skipped.add(f"rows without a text {fields.text!r}", name)
         return
-    yield name, _row(row[fields.text], row.get(fields.images) if fields.images else None)
+    yield from _row(name, row, fields, skipped)
 
 
-def _row(text: str | bytes, images: Any) -> str | bytes | Interleaved:
-    given = listed(images)
-    return Interleaved(text, given) if given else text
+def _row(name: str, row: Mapping[str, Any], fields: Fields, skipped: Skipped) -> _Items:
+    for field in filter(None, (fields.text, fields.prompt)):
+        if not isinstance(row.get(field), str | bytes):
+            skipped.add(f"rows without a text {field!r}", name)
+            return
+    text = row[fields.text]
+    images = listed(row.get(fields.images)) if fields.images else []
+    if fields.prompt:
+        yield name, Prompted(row[fields.prompt], text)
+    else:
+        yield name, Interleaved(text, images) if images else text
 
 
 def _read_parquet(path: Path, fields: Fields, skipped: Skipped) -> _Items:
@@ -313,15 +367,13 @@ def _read_parquet(path: Path, fields: Fields, skipped: Skipped) -> _Items:
             if lacking:
                 skipped.add(f"files without a column {lacking[0]!r}", str(path))
                 return
-            row = 0
+            number = 0
             for batch in file.iter_batches(columns=columns, batch_size=_RECORDS_PER_READ):
                 values = (batch.column(name).to_pylist() for name in columns)
-                for text, *images in zip(*values, strict=True):
-                    if isinstance(text, str | bytes):
-                        yield f"{path}:{row}", _row(text, images[0] if images else None)
-                    else:
-                        skipped.add(f"rows without a text {fields.text!r}", f"{path}:{row}")
-                    row += 1
+                for row in zip(*values, strict=True):
+                    named = dict(zip(columns, row, strict=True))
+                    yield from _row(f"{path}:{number}", named, fields, skipped)
+                    number += 1
     except (OSError, pyarrow.ArrowException):
         skipped.add("unreadable files", str(path))
 

@@ -4,10 +4,12 @@ One folder per (source listing, tokenizer):
 
     meta.json          format, counts, dtype, sizes and checksums of the arrays, what was skipped; a
                        checksum of all that
-    tokens.npy         uint16 or uint32[tokens]; every document is bos + tokens + eos
+    tokens.npy         uint16 or uint32[tokens]; every document is bos + tokens + eos, or
+                       bos + prompt + tokens + eos
     offsets.npy        i64[documents + 1], first token of every document
     document_ids.npy   i64[documents], hash of the content
-    document_bytes.npy i64[documents], UTF-8 bytes of the content
+    document_bytes.npy i64[documents], UTF-8 bytes of the content, without the prompt
+    prompt_tokens.npy  where documents have prompts: i64[documents], tokens of the prompt
     block_checksums.npy  u8[blocks, 8], of every 64 KiB of the tokens
     image_*.npy        where documents have images: see `train.data.images.ImageStore`
 
@@ -47,6 +49,7 @@ _PROGRESS_SECONDS = 10.0
 _CHECKSUM_LIMIT = 1 << 30
 _BLOCK_BYTES, _BLOCK_DIGEST = 1 << 16, 8
 _SMALL_ARRAYS = ("offsets", "document_ids", "document_bytes", "block_checksums")
+_PROMPTS = "prompt_tokens"
 
 
 class StoreError(InputError):
@@ -67,6 +70,7 @@ class Store:
         unchecked: bool [blocks], those that must be checked before they are used; None: none.
         meta: contents of meta.json.
         images: of the documents; None where there are none.
+        prompt_tokens: i64[N], tokens between bos and what is learnt; None where there are none.
     """
 
     folder: Path
@@ -78,6 +82,11 @@ class Store:
     unchecked: np.ndarray | None
     meta: dict[str, Any]
     images: ImageStore | None = None
+    prompt_tokens: np.ndarray | None = None
+
+    def prompt_length(self, index: int) -> int:
+        """Tokens of one document's prompt; 0 where documents have none."""
+        return 0 if self.prompt_tokens is None else int(self.prompt_tokens[index])
 
     @property
     def fingerprint(self) -> str:
@@ -202,11 +211,14 @@ def open_store(folder: str | Path) -> Store:
         mode = "r" if name in ("tokens", "image_bytes") else None
         arrays[name] = np.load(path, mmap_mode=mode, allow_pickle=False)
     image_arrays = {name: arrays.pop(name) for name in [*arrays] if name in ARRAYS}
-    if set(arrays) != {"tokens", *_SMALL_ARRAYS} or len(image_arrays) not in (0, len(ARRAYS)):
+    expected = {"tokens", *_SMALL_ARRAYS}
+    if set(arrays) - {_PROMPTS} != expected or len(image_arrays) not in (0, len(ARRAYS)):
         raise damaged(f"meta.json lists the arrays {sorted(files)}")
     documents = len(arrays["document_ids"])
     if len(arrays["offsets"]) != documents + 1 or arrays["offsets"][-1] != len(arrays["tokens"]):
         raise damaged("offsets do not match the tokens")
+    if _PROMPTS in arrays and len(arrays[_PROMPTS]) != documents:
+        raise damaged("prompt_tokens do not match the documents")
     blocks = -(-arrays["tokens"].nbytes // _BLOCK_BYTES)
     if arrays["block_checksums"].shape != (blocks, _BLOCK_DIGEST):
         raise damaged("block_checksums do not match the tokens")
@@ -281,10 +293,14 @@ def _without_duplicates(documents: Iterator[Document], repeated: list[int]) -> I
 
 
 def _joined(
-    document: Document, texts: Iterator[np.ndarray], tokenizer: Tokenizer, image_token: int
+    document: Document,
+    prompt: np.ndarray,
+    texts: Iterator[np.ndarray],
+    tokenizer: Tokenizer,
+    image_token: int,
 ) -> tuple[np.ndarray, list[int]]:
     """(tokens of a document, where the spans of its images begin), from its texts' tokens."""
-    parts, starts = [np.array([tokenizer.bos_id]), next(texts)], []
+    parts, starts = [np.array([tokenizer.bos_id]), prompt, next(texts)], []
     for image in document.images:
         starts.append(sum(map(len, parts)))
         parts += [np.full(image.plan.span, image_token), next(texts)]
@@ -298,7 +314,7 @@ def _build(source: Source, tokenizer: Tokenizer, folder: Path) -> None:
     images = ImageWriter(folder)
     skipped = Skipped()
     repeated = [0]
-    lengths, ids, sizes = [], [], []
+    lengths, ids, sizes, prompt_tokens = [], [], [], []
     fingerprint = hashlib.blake2b(tokenizer.fingerprint.encode(), digest_size=12)
     if source.images is not None:
         fingerprint.update(repr(source.images).encode())
@@ -308,11 +324,14 @@ def _build(source: Source, tokenizer: Tokenizer, folder: Path) -> None:
         for batch in _batches(_without_duplicates(source.documents(skipped), repeated)):
             texts = [text for document in batch for text in document.texts]
             encoded = iter(tokenizer.encode_batch(texts))
-            for document in batch:
-                whole, starts = _joined(document, encoded, tokenizer, image_token)
+            # Apart from their texts: where a prompt ends no token reaches across.
+            prompts = tokenizer.encode_batch([document.prompt for document in batch])
+            for document, prompt in zip(batch, prompts, strict=True):
+                whole, starts = _joined(document, prompt, encoded, tokenizer, image_token)
                 images.add(document.images, starts)
                 file.write(whole.astype(dtype).tobytes())
                 lengths.append(len(whole))
+                prompt_tokens.append(len(prompt))
                 ids.append(document.document_id)
                 sizes.append(len(document.data))
                 fingerprint.update(document.document_id.to_bytes(8, "little"))
@@ -339,6 +358,9 @@ def _build(source: Source, tokenizer: Tokenizer, folder: Path) -> None:
     np.save(folder / "document_bytes.npy", np.array(sizes, np.int64))
     np.save(folder / "block_checksums.npy", _block_checksums(folder / "tokens.npy"))
     names = ["tokens", *_SMALL_ARRAYS]
+    if source.prompt_field:
+        np.save(folder / f"{_PROMPTS}.npy", np.array(prompt_tokens, np.int64))
+        names.append(_PROMPTS)
     if images.close():
         names += ARRAYS
     meta = {

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import json
 import types
 
 import chex
@@ -319,3 +320,66 @@ def test_sections_share_what_is_equal(config):
     assert first.store is second.store and first.tokenizer is second.tokenizer
     assert (first.config.sequence_length, second.config.sequence_length) == (64, 128)
     assert first.fingerprint == second.fingerprint
+
+
+@pytest.fixture(scope="module")
+def prompted(tmp_path_factory):
+    root = tmp_path_factory.mktemp("prompted")
+    rows = [{"ask": f"{i}? " * (i % 4), "say": f"é{i}" + "ab" * (i % 30)} for i in range(40)]
+    rows += [{"ask": "no completion", "say": ""}, {"say": "no prompt"}]
+    (root / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = pipeline.default_config()
+    config.update(
+        kind="jsonl",
+        path=str(root / "rows.jsonl"),
+        text_field="say",
+        prompt_field="ask",
+        cache_dir=str(root / "cache"),
+        sequence_length=32,
+        batch_size=4,
+        held_out_fraction=0.5,
+    )
+    return pipeline.from_config(config, MODEL), rows[:40]
+
+
+def test_completions_are_learnt_and_prompts_are_not(prompted):
+    data, rows = prompted
+    targets, expected = collections.Counter(), collections.Counter()
+    for batch in data.heldout_batches():
+        on = batch["loss_mask"] > 0
+        assert not on[batch["segment_ids"] == 0].any()
+        targets.update(batch["targets"][on].tolist())
+        # One token a byte and one eos, seen by the row in which the completion ends.
+        ends = (batch["targets"] == data.tokenizer.eos_id) & on
+        np.testing.assert_array_equal(batch["row_bytes"], (on & ~ends).sum(1))
+    held_out = set(data.documents("heldout"))
+    assert 0 < len(held_out) < 40 and "empty" in data.store.skipped
+    for index in held_out:
+        text = data.tokenizer.decode(data.store.document_tokens(index))
+        row = next(row for row in rows if row["ask"] + row["say"] == text)
+        assert data.store.prompt_length(index) == len(row["ask"].encode())
+        expected.update([*data.tokenizer.encode(row["say"]).tolist(), data.tokenizer.eos_id])
+    assert targets == expected
+    said = sum(len(rows[index]["say"].encode()) for index in held_out)
+    assert sum(len(text) for _, text in data.heldout_texts()) == said
+    assert "tokens of prompts, not learnt" in data.describe()
+
+
+def test_the_same_rows_without_prompts_are_another_corpus(prompted):
+    data, _ = prompted
+    other = pipeline.from_config(changed(data, prompt_field="").config, MODEL)
+    assert other.store.folder != data.store.folder and other.store.prompt_tokens is None
+    assert other.fingerprint != data.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(kind="text"), "data.prompt_field='ask': must be empty with data.kind='text'"),
+        (dict(text_field=""), "data.text_field is empty"),
+    ],
+)
+def test_prompts_need_rows_with_fields(prompted, changes, message):
+    data, _ = prompted
+    with pytest.raises(InputError, match=message):
+        pipeline.from_config(changed(data, **changes).config, MODEL)

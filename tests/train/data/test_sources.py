@@ -77,6 +77,18 @@ def test_parquet(tmp_path):
     }
 
 
+def test_prompts_in_parquet(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    table = pyarrow.table({"q": ["one?", None, "two?"], "text": [b"1", b"0", b"2\xff"]})
+    parquet.write_table(table, tmp_path / "a.parquet")
+    skipped = sources.Skipped()
+    source = sources.open_source("parquet", str(tmp_path), prompt_field="q")
+    (only,) = source.documents(skipped)
+    assert (only.prompt, only.texts, only.data) == ("one?", ("1",), b"1")
+    assert skipped.counts == {"rows without a text 'q'": 1, "not UTF-8": 1}
+
+
 def test_array_record(tmp_path):
     module = pytest.importorskip("array_record.python.array_record_module")
     writer = module.ArrayRecordWriter(str(tmp_path / "a.array_record"), "group_size:1")
