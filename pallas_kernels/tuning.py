@@ -120,7 +120,7 @@ def tune(
         if expected is None:
             expected = result
         error = measure.error(result, expected)
-        if error > work.tolerance:
+        if not error <= work.tolerance:  # NaN is not
             report(f"{config}: differs from the first candidate by {error:.1e}")
             continue
         spent = measure.seconds(function, *work.arguments, budget=budget) / work.repeats

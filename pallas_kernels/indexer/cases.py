@@ -11,11 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import fp4, indexer
+from pallas_kernels.indexer import mosaic_gpu_dense as dense
+from pallas_kernels.indexer import mosaic_gpu_gather as gather
 from pallas_kernels.indexer import mosaic_tpu_backward, mosaic_tpu_dense, mosaic_tpu_pool
+from pallas_kernels.indexer.mosaic_gpu_lanes import TILE_KEYS
 from pallas_kernels.indexer.mosaic_tpu_tiles import Tiling
 from pallas_kernels.measure import Benchmark, Variant
 from pallas_kernels.packed_rows import ranges
 from pallas_kernels.tpu import Account
+from pallas_kernels.tuning import Tuning
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,9 +205,55 @@ def benchmark(name: str) -> Benchmark:
     return Benchmark(functools.partial(function, implementation="xla"), variants)
 
 
+def tuning(name: str) -> Tuning | None:
+    """Dense scores (B2 bfloat16, B3 FP8 maxima), gathered ones (B5 FP8, B6 packed); else None."""
+    if name not in ("B2", "B3", "B5", "B6"):
+        return None
+    q, w, k, lo, hi, *blocks = benchmark(name).variants["bfloat16"].arguments
+    scales = None
+    if name in ("B3", "B5"):
+        q, k = q.astype(jnp.float8_e4m3fn), k.astype(jnp.float8_e4m3fn)
+        scales = jnp.ones(k.shape[:2], jnp.float32)
+    if name in ("B2", "B3"):
+        results = dict(full=name == "B2", maxima=name == "B3")
+        candidates = [
+            dense.TuningConfig(stages=stages, take_turns=turns, early=early)
+            for stages in (4, 6)
+            for turns, early in ((False, 0), (True, 0), (True, 64), (True, 128))
+        ]
+        return Tuning(
+            dense.TABLE,
+            dense.shape_class(k.dtype),
+            candidates,
+            lambda config: functools.partial(
+                dense.dense_scores, scales=scales, config=config, **results
+            ),
+            (q, w, k, lo, hi),
+        )
+    size = BLOCK if blocks else TILE_KEYS
+    starts = blocks[0] * size if blocks else jnp.arange(0, k.shape[1], size, dtype=jnp.int32)
+    return Tuning(
+        gather.TABLE,
+        gather.shape_class(size, k.dtype),
+        [
+            gather.TuningConfig(stages=stages, tiles=tiles)
+            for stages in (2, 3, 4)
+            for tiles in (None, 32, 64, 128)
+        ],
+        lambda config: functools.partial(
+            gather.gathered_scores,
+            size=size,
+            absent=-jnp.inf,
+            scales=scales,
+            config=config,
+        ),
+        (q, w, k, jnp.broadcast_to(starts, (*q.shape[:2], starts.shape[-1])), lo, hi),
+    )
+
+
 def tpu_accounts() -> dict[str, Account]:
     """What the TPU kernels take for the benchmarks, in bfloat16."""
-    dense, backward = mosaic_tpu_dense, mosaic_tpu_backward
+    on_tpu, backward = mosaic_tpu_dense, mosaic_tpu_backward
 
     def tiling(name):
         work = BENCHMARKS[name]
@@ -215,13 +265,13 @@ def tpu_accounts() -> dict[str, Account]:
 
     pool, loss = BENCHMARKS["B5"], BENCHMARKS["small_loss"]
     return {
-        "B2, scores of 2048 x 65536": dense.dense_account(tiling("B2")),
-        "B3, scores of 4096 x 131072": dense.dense_account(tiling("B3")),
+        "B2, scores of 2048 x 65536": on_tpu.dense_account(tiling("B2")),
+        "B3, scores of 4096 x 131072": on_tpu.dense_account(tiling("B3")),
         "B5, pools of 2048 blocks, 4096 queries": mosaic_tpu_pool.account(
             pool.queries, HEADS, DIM, pool.pool, jnp.bfloat16
         ),
-        "B6, decoding, 64 x 131072 packed keys": dense.few_account(tiling("B6")),
-        "512 listed of 8192, 8192 queries": dense.listed_account(tiling("small_loss"), TOP_K),
+        "B6, decoding, 64 x 131072 packed keys": on_tpu.few_account(tiling("B6")),
+        "512 listed of 8192, 8192 queries": on_tpu.listed_account(tiling("small_loss"), TOP_K),
         "the same, lists spread": backward.spread_account(loss.queries, TOP_K, loss.entries),
         "the same, dq and dw": backward.query_account(tiling("small_loss")),
         "the same, dk": backward.key_account(tiling("small_loss")),

@@ -28,8 +28,7 @@ from pallas_kernels.fp4.reference import unpack
 from pallas_kernels.indexer import reference
 from pallas_kernels.indexer.mosaic_gpu_backward import gathered_gradients
 from pallas_kernels.indexer.mosaic_gpu_dense import dense_scores, queries_per_group
-from pallas_kernels.indexer.mosaic_gpu_gather import TuningConfig as GatherConfig
-from pallas_kernels.indexer.mosaic_gpu_gather import gathered_scores
+from pallas_kernels.indexer.mosaic_gpu_gather import configuration, gathered_scores
 from pallas_kernels.indexer.mosaic_gpu_lanes import BLOCK, TILE_KEYS
 from pallas_kernels.indexer.reference import PACKED_FORMAT, Pool, block_ranks
 from pallas_kernels.topk import topk
@@ -39,9 +38,6 @@ from pallas_kernels.topk import topk
 DIRECT_ENTRIES = 65536
 # Queries of a batch row up to which each goes through the keys by itself.
 FEW_QUERIES = 2
-# The fastest of those timed on an H200 (docs/results/kernels/indexer.md).
-FEW_CONFIG = GatherConfig(stages=4, tiles=64)
-BLOCKS_CONFIG = GatherConfig(stages=2)
 
 
 def select(
@@ -94,9 +90,7 @@ def select(
         )
         blocks = topk(maxima, min(top_k, maxima.shape[-1]), _blocks(hi), order="index")
         starts = jnp.where(blocks >= 0, blocks * BLOCK, -1)
-        scores = _listed(
-            q, w, keys, starts, lo, hi, size=BLOCK, config=BLOCKS_CONFIG, interpret=interpret
-        )
+        scores = _listed(q, w, keys, starts, lo, hi, size=BLOCK, interpret=interpret)
         indices = _entries(scores, top_k, starts, BLOCK)
         made = None if make_pool is None else _pool(maxima, lo, hi, make_pool[0])
         return indices, made
@@ -247,7 +241,7 @@ def _dense(q, w, keys, lo, hi, *, full, maxima, fill=True, interpret):
     )
 
 
-def _listed(q, w, keys, starts, lo, hi, *, size: int, aligned=True, interpret, **options):
+def _listed(q, w, keys, starts, lo, hi, *, size: int, aligned=True, interpret):
     """Scores of runs of entries, -inf for absent ones.
 
     Packed keys are copied 16 bytes at a time where starts are multiples of 4: `aligned`, static or
@@ -257,6 +251,9 @@ def _listed(q, w, keys, starts, lo, hi, *, size: int, aligned=True, interpret, *
     if scales is not None:
         q, factors = _float8(q)
         w = w * factors
+
+    # Of these runs, also where their entries are listed one by one.
+    config = configuration(size, k.dtype)
 
     def score(starts, size):
         return gathered_scores(
@@ -269,8 +266,8 @@ def _listed(q, w, keys, starts, lo, hi, *, size: int, aligned=True, interpret, *
             size=size,
             absent=-jnp.inf,
             scales=scales,
+            config=config,
             interpret=interpret,
-            **options,
         )
 
     def singly():
@@ -297,9 +294,7 @@ def _few_scores(q, w, keys, lo, hi, interpret):
     starts = jnp.arange(-(-entries // TILE_KEYS), dtype=jnp.int32) * TILE_KEYS
     used = (starts < hi[..., None]) & (starts + TILE_KEYS > lo[..., None])
     starts = jnp.where(used, starts, -1)
-    scores = _listed(
-        q, w, keys, starts, lo, hi, size=TILE_KEYS, config=FEW_CONFIG, interpret=interpret
-    )
+    scores = _listed(q, w, keys, starts, lo, hi, size=TILE_KEYS, interpret=interpret)
     maxima = jnp.where(scores > -jnp.inf, scores, -jnp.inf)
     maxima = maxima.reshape(*scores.shape[:2], -1, BLOCK).max(axis=-1)
     return scores[..., :entries], maxima
@@ -329,7 +324,6 @@ def _select_in_pool(keys, q, w, lo, hi, blocks, *, top_k, size, interpret):
         hi,
         size=size,
         aligned=aligned,
-        config=BLOCKS_CONFIG,
         interpret=interpret,
     )
     return _entries(scores, top_k, starts, size)

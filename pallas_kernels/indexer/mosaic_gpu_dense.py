@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.indexer import mosaic_gpu_lanes as lanes
 from pallas_kernels.indexer.mosaic_gpu_lanes import BLOCK, TILE_KEYS
+from pallas_kernels.tuning import Table
 
 COLUMNS = 256
 CONSUMERS = 2
@@ -41,6 +43,14 @@ class TuningConfig:
     early: int = 0
 
 
+TABLE = Table(pathlib.Path(__file__).parent / "tuned.json", TuningConfig)
+
+
+def shape_class(dtype: jax.typing.DTypeLike) -> str:
+    """What calls share a configuration: keys of the same dtype."""
+    return f"dense, {jnp.dtype(dtype).name}"
+
+
 def queries_per_group(heads: int) -> int:
     """Queries that one CTA scores together."""
     return COLUMNS // heads
@@ -57,7 +67,7 @@ def dense_scores(
     full: bool = True,
     maxima: bool = False,
     fill: bool = True,
-    config: TuningConfig = TuningConfig(),
+    config: TuningConfig | None = None,
     interpret: object = None,
 ) -> tuple[jax.Array | None, jax.Array | None]:
     """Scores, block maxima or both.
@@ -73,13 +83,14 @@ def dense_scores(
         maxima: return the maxima.
         fill: write -inf beyond the last tile that any query near a query sees; without it anything
             may stand in results from `hi` on.
-        config: how the work is cut.
+        config: how the work is cut; looked up in the table when None.
         interpret: of `plgpu.kernel`.
 
     Returns:
         scores: f32 `[B, T, G]`, -inf outside `lo <= j < hi`, or None.
         maxima: f32 `[B, T, ceil(G / 8)]` of blocks of 8 entries, counted from entry 0, or None.
     """
+    config = config or TABLE.lookup(shape_class(k.dtype), TuningConfig())
     batch, queries, heads, dim = q.shape
     entries = k.shape[1]
     group = queries_per_group(heads)

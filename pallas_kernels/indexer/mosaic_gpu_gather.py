@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.indexer import mosaic_gpu_lanes as lanes
 from pallas_kernels.indexer import mosaic_gpu_rows as rows
-from pallas_kernels.indexer.mosaic_gpu_lanes import TILE_KEYS
+from pallas_kernels.indexer.mosaic_gpu_lanes import BLOCK, TILE_KEYS
+from pallas_kernels.tuning import Table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +36,21 @@ class TuningConfig:
     tiles: int | None = None
 
 
+TABLE = Table(pathlib.Path(__file__).parent / "tuned.json", TuningConfig)
+# By the size of runs: the fastest of those timed on an H200 (docs/results/kernels/indexer.md).
+_DEFAULTS = {BLOCK: TuningConfig(stages=2), TILE_KEYS: TuningConfig(stages=4, tiles=64)}
+
+
+def shape_class(size: int, dtype: jax.typing.DTypeLike) -> str:
+    """What calls share a configuration: runs of the same size of keys of the same dtype."""
+    return f"gathered runs of {size}, {jnp.dtype(dtype).name}"
+
+
+def configuration(size: int, dtype: jax.typing.DTypeLike) -> TuningConfig:
+    """The configuration of the table, or else the one for runs of this size."""
+    return TABLE.lookup(shape_class(size, dtype), _DEFAULTS.get(size, TuningConfig()))
+
+
 def gathered_scores(
     q: jax.Array,
     w: jax.Array,
@@ -45,7 +62,7 @@ def gathered_scores(
     size: int,
     absent: float,
     scales: jax.Array | None = None,
-    config: TuningConfig = TuningConfig(),
+    config: TuningConfig | None = None,
     interpret: object = None,
 ) -> jax.Array:
     """Scores of runs of entries.
@@ -61,7 +78,7 @@ def gathered_scores(
         size: 1, 8 or 64.
         absent: the score of absent entries.
         scales: f32 `[B, G]`, positive factors of the keys, or None for 1; not with packed keys.
-        config: how the work is cut.
+        config: how the work is cut; looked up in the table when None.
         interpret: of `plgpu.kernel`.
 
     Returns:
@@ -69,6 +86,7 @@ def gathered_scores(
     """
     batch, queries, heads, dim = q.shape
     packed = k.dtype == jnp.uint8
+    config = config or configuration(size, k.dtype)
     runs = rows.Runs(size)
     count = starts.shape[-1]
     # The copy of starts takes whole tiles.

@@ -17,7 +17,7 @@ import pytest
 from pallas_kernels import fp4, indexer
 from pallas_kernels._compat import InterpretGPUParams
 from pallas_kernels.indexer import mosaic_gpu, reference
-from pallas_kernels.indexer.cases import CASES, Case, arguments
+from pallas_kernels.indexer.cases import BENCHMARKS, CASES, Case, Work, arguments, tuning
 from pallas_kernels.indexer.mosaic_gpu_backward import gathered_gradients
 from pallas_kernels.indexer.mosaic_gpu_dense import dense_scores
 from pallas_kernels.indexer.mosaic_gpu_gather import TuningConfig, gathered_scores
@@ -217,6 +217,24 @@ def test_gradients_take_the_types_of_their_inputs(doubles, monkeypatch):
         assert ours.dtype == expected.dtype
         ours, expected = (np.asarray(x, np.float32) for x in (ours, expected))
         np.testing.assert_allclose(ours, expected, rtol=0.02, atol=0.01 * np.abs(expected).max())
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "name, work, shape_class",
+    [
+        ("B3", Work("select", 1, 16, 512), "dense, float8_e4m3fn"),
+        ("B5", Work("select", 1, 16, 1024, pool=64), "gathered runs of 8, float8_e4m3fn"),
+        ("B6", Work("select", 2, 1, 4096, packed=True), "gathered runs of 64, uint8"),
+    ],
+)
+def test_tuning(name, work, shape_class, monkeypatch):
+    monkeypatch.setitem(BENCHMARKS, name, work)
+    tuned = tuning(name)
+    assert tuned.shape_class == shape_class
+    # That of the table, or the default that stands for it, is among the candidates.
+    assert tuned.table.lookup(shape_class, tuned.candidates[-1]) in tuned.candidates
+    jax.eval_shape(tuned.function(tuned.candidates[-1]), *tuned.arguments)
 
 
 def test_declines_what_it_does_not_take():

@@ -13,6 +13,7 @@ import pytest
 from pallas_kernels import fp4
 from pallas_kernels._compat import InterpretGPUParams
 from pallas_kernels.sparse_attention import (
+    forward_cases,
     mosaic_gpu,
     mosaic_gpu_mass,
     reference,
@@ -150,6 +151,17 @@ def test_compiler_refuses_fewer_registers_than_an_instruction_takes(recent_hoppe
     call = functools.partial(mosaic_gpu.forward, window=128, scale=1.0, config=config)
     with pytest.raises(jax.errors.JaxRuntimeError, match="[Pp]ass pipeline failed"):
         recent_hopper.compile(call, *full_size(main=jnp.uint8))
+
+
+@needs_new_jax
+def test_tuning(monkeypatch):
+    work = forward_cases.Work(2, 300, batch=2, heads=8, dim=256, selected=64, packed=True)
+    monkeypatch.setitem(forward_cases.BENCHMARKS, "A9", work)
+    tuned = forward_cases.tuning("A9")
+    assert tuned.shape_class == "fp4 rows, up to 4 items"
+    assert {config.shares for config in tuned.candidates} == {1, 2, 5, 10}
+    out, lse = jax.eval_shape(tuned.function(tuned.candidates[-1]), *tuned.arguments)
+    assert (out.shape, lse.shape) == ((2, 2, 8, 256), (2, 2, 8))
 
 
 def test_declines_without_a_gpu():
