@@ -530,8 +530,11 @@ def forward(
     group = min(heads, _HEADS)
     groups = heads // group
     if config is None:
-        shapes = shape_class(kind_of(main_rows), batch * queries * groups)
-        config = TABLE.lookup(shapes, _PACKED_CONFIG if packed else _PLAIN_CONFIG)
+        items = batch * queries * groups
+        default = _PACKED_CONFIG if packed else _PLAIN_CONFIG
+        # Queries that leave most multiprocessors without work share out their keys.
+        default = dataclasses.replace(default, shares=max(1, default.blocks // items))
+        config = TABLE.lookup(shape_class(kind_of(main_rows), items), default)
     tiles = main_tiles + window_tiles
     shares = max(n for n in range(1, config.shares + 1) if tiles % n == 0)
     plan = _Plan(

@@ -154,6 +154,26 @@ def test_compiler_refuses_fewer_registers_than_an_instruction_takes(recent_hoppe
 
 
 @needs_new_jax
+@pytest.mark.parametrize(
+    "queries, slots, parts", [(1, 512, 10), (16, 512, 5), (66, 512, 2), (67, 512, 1), (1, 8, 3)]
+)
+def test_few_queries_share_out_their_keys(queries, slots, parts, monkeypatch):
+    given = full_size(main=jnp.uint8, slots=slots, queries=queries)
+    plans = []
+
+    def no_kernel(plan):
+        plans.append(plan)
+        rows = 1, queries * plan.shares, 64
+        return lambda *_: (jnp.zeros((*rows, 512), jnp.bfloat16), jnp.zeros(rows))
+
+    monkeypatch.setattr(mosaic_gpu, "_kernel", no_kernel)
+    call = functools.partial(mosaic_gpu.forward, window=128, scale=1.0)
+    out, lse = jax.eval_shape(call, *given)
+    assert (out.shape, lse.shape) == ((1, queries, 64, 512), (1, queries, 64))
+    assert plans[0].shares == parts
+
+
+@needs_new_jax
 def test_tuning(monkeypatch):
     work = forward_cases.Work(2, 300, batch=2, heads=8, dim=256, selected=64, packed=True)
     monkeypatch.setitem(forward_cases.BENCHMARKS, "A9", work)
