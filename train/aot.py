@@ -268,9 +268,10 @@ def compile_program(
 def train_step(settings: Settings, mesh: Mesh) -> tuple[Report, Any]:
     """Compiles the update that `train.loop` runs under `settings`; see `compile_program`."""
     plan_lib.check_layout(settings, mesh)
-    optimizer = optimizer_lib.build(settings.optimizer, mesh)
     model = ced.CED(settings.model, settings.kernels, indexer_loss=True)
-    abstract = step_lib.abstract_state(model, optimizer, mesh)
+    params = step_lib.abstract_params(model, mesh)
+    optimizer = optimizer_lib.build(settings.optimizer, params)
+    abstract = step_lib.abstract_state(params, optimizer)
     batch = abstract_batch(settings, mesh)
     step = step_lib.jit_train_step(
         step_lib.make_train_step(model, optimizer, settings), abstract, batch, mesh

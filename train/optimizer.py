@@ -16,6 +16,7 @@ import optax
 
 from train.settings import OptimizerSettings
 from v41flash.optim import V41_RULES, MatrixSpec, Rule, v41_optimizer, warmup_constant_cosine
+from v41flash.optim.axes import leaf_names
 from v41flash.optim.partition import labels
 
 # Queries [in, heads, head_dim] as one matrix.
@@ -108,9 +109,7 @@ def _adamw(settings: OptimizerSettings) -> optax.GradientTransformation:
     )
 
 
-def build(
-    settings: OptimizerSettings, mesh: jax.sharding.Mesh | None = None
-) -> optax.GradientTransformation:
+def build(settings: OptimizerSettings, params: Any = None) -> optax.GradientTransformation:
     """The transform that `settings.name` stands for, with the clip in front.
 
     Router biases stay as they are here: they have neither gradient nor decay (what moves them is
@@ -118,8 +117,17 @@ def build(
 
     Args:
         settings: `config.optimizer`.
-        mesh: devices that Muon's matrices are spread over.
+        params: abstract parameters with shardings (`train.step.abstract_params`), by which Muon's
+            matrices are spread over the devices; None: over one.
     """
+    mesh = placed_at = None
+    if params is not None:
+        leaves = jax.tree.leaves(params)
+        mesh = leaves[0].sharding.mesh
+        specs = {
+            name: leaf.sharding.spec for name, leaf in zip(leaf_names(params), leaves, strict=True)
+        }
+        placed_at = specs.__getitem__
     if settings.name == "adamw":
         transform = _adamw(settings)
     else:
@@ -137,6 +145,7 @@ def build(
             adam_b2=settings.beta2,
             adam_eps=settings.eps,
             mesh=mesh,
+            placed_at=placed_at,
             rules=rules(settings.name),
         )
     if settings.vision_lr_factor != 1:

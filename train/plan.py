@@ -95,17 +95,18 @@ def prepare(stages: tuple[stages_lib.Stage, ...], workdir: Path, saved: Saved | 
     mesh = sharding.make_mesh(settings.mesh.sizes())
     for stage in stages:
         check_layout(stage.settings, mesh)
-    optimizer = optimizer_lib.build(settings.optimizer, mesh)
     models = tuple(
         ced.CED(stage.settings.model, stage.settings.kernels, indexer_loss=True) for stage in stages
     )
-    abstract = step_lib.abstract_state(models[0], optimizer, mesh)
+    params = step_lib.abstract_params(models[0], mesh)
+    optimizer = optimizer_lib.build(settings.optimizer, params)
+    abstract = step_lib.abstract_state(params, optimizer)
     if settings.train.init_from and saved is None:
         workdirs.check_start(Path(settings.train.init_from), abstract.params)
     for stage, model in zip(stages[1:], models[1:], strict=True):
         if model != models[0]:
-            params = step_lib.abstract_params(model, mesh)
-            stages_lib.check_same_parameters(stage, abstract.params, params)
+            theirs = step_lib.abstract_params(model, mesh)
+            stages_lib.check_same_parameters(stage, params, theirs)
     data = pipeline.from_sections([(s.settings.data, s.settings.model) for s in stages])
     if saved is not None:
         made_in = stages_lib.stage_at(stages, saved.step - 1)

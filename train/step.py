@@ -62,15 +62,16 @@ def abstract_params(model: ced.CED, mesh: Mesh) -> Any:
     )
 
 
-def abstract_state(
-    model: ced.CED, optimizer: optax.GradientTransformation, mesh: Mesh
-) -> TrainState:
+def abstract_state(params: Any, optimizer: optax.GradientTransformation) -> TrainState:
     """Shapes, dtypes and shardings of a whole TrainState.
 
     An optimizer's per-parameter arrays lie as their parameter does, its counters everywhere.
+
+    Args:
+        params: from `abstract_params`.
+        optimizer: the transform.
     """
-    replicated = NamedSharding(mesh, PartitionSpec())
-    params = abstract_params(model, mesh)
+    replicated = NamedSharding(jax.tree.leaves(params)[0].sharding.mesh, PartitionSpec())
 
     def alike(leaf, param):
         if isinstance(leaf, optax.MaskedNode):

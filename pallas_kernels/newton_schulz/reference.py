@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Literal
 
@@ -91,23 +92,26 @@ def newton_schulz(
         """B = bG + cG^2; a step is aX + BX."""
         return (b * g.astype(accumulate) + c * square(g, g)).astype(kept)
 
-    out = _normalised(x.astype(jnp.promote_types(x.dtype, accumulate)), eps).astype(kept)
-    done = 0
-    for steps in segments(rows, columns, coefficients, kept, form):
-        (a, b, c), *rest = coefficients[done : done + steps]
-        done += steps
+    def segment(steps, out):
+        (a, b, c), *rest = steps
         g = gram_of(out)
         poly = inner(g, a, b, c)
         if not rest:
-            out = plus(a, out, multiply(poly, out))
-            continue
+            return plus(a, out, multiply(poly, out))
         total = plus(a, jnp.eye(g.shape[-1], dtype=kept), poly.astype(accumulate))
         for a_next, b, c in rest:
             half = plus(a, g, square(poly, g))
             g = plus(a, half, square(half, poly))
             a, poly = a_next, inner(g, a_next, b, c)
             total = plus(a, total, square(poly, total))
-        out = multiply(total, out).astype(kept)
+        return multiply(total, out).astype(kept)
+
+    out = _normalised(x.astype(jnp.promote_types(x.dtype, accumulate)), eps).astype(kept)
+    ends = list(itertools.accumulate(segments(rows, columns, coefficients, kept, form)))
+    parts = [tuple(coefficients[i:j]) for i, j in itertools.pairwise([0, *ends])]
+    # Equal segments are one loop: a large product takes the compiler longer than the device.
+    for steps, equal in itertools.groupby(parts):
+        out = jax.lax.fori_loop(0, len(list(equal)), lambda _, x, s=steps: segment(s, x), out)
     return out.astype(x.dtype)
 
 

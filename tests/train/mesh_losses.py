@@ -74,9 +74,10 @@ def run(setting: settings.Settings, sizes: dict[str, int], steps: int) -> dict:
     data = setting.data
     mesh = sharding.make_mesh({"data": 1} | sizes)
     plan.check_layout(setting, mesh)
-    optimizer = optimizer_lib.build(setting.optimizer, mesh)
     model = ced.CED(setting.model, setting.kernels, indexer_loss=True)
-    abstract = step.abstract_state(model, optimizer, mesh)
+    params = step.abstract_params(model, mesh)
+    optimizer = optimizer_lib.build(setting.optimizer, params)
+    abstract = step.abstract_state(params, optimizer)
     losses, seconds, compiled = [], [], None
     with jax.set_mesh(mesh):
         alone = jax.jit(step.parameter_init(model, mesh), compiler_options=step.init_options())

@@ -11,8 +11,9 @@ from v41flash.nn import ced
 
 def check(name: str, model: ced.CED, mesh: jax.sharding.Mesh) -> None:
     """Buffers lie as their parameters do, everything else everywhere."""
-    transform = optimizer_lib.build(settings.OptimizerSettings(name=name), mesh)
-    abstract = step.abstract_state(model, transform, mesh)
+    params = step.abstract_params(model, mesh)
+    transform = optimizer_lib.build(settings.OptimizerSettings(name=name), params)
+    abstract = step.abstract_state(params, transform)
     params = {
         jax.tree_util.keystr(path): leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(abstract.params)

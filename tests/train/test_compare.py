@@ -59,9 +59,8 @@ def test_a_run_beside_others_is_what_it_is_alone(compared):
     mesh = sharding.make_mesh({}, jax.devices()[:1])
     model = ced.CED(settings.model, settings.kernels, indexer_loss=True)
     optimizer = optimizer_lib.build(settings.optimizer)
-    state = step_lib.init_state(
-        model, optimizer, step_lib.abstract_state(model, optimizer, mesh), run["seed"]
-    )
+    abstract = step_lib.abstract_state(step_lib.abstract_params(model, mesh), optimizer)
+    state = step_lib.init_state(model, optimizer, abstract, run["seed"])
     update = jax.jit(
         step_lib.make_train_step(model, optimizer, settings), compiler_options=QUICK_COMPILE
     )

@@ -34,7 +34,8 @@ class _Run:
         self.mesh = sharding.make_mesh({}, jax.devices()[:1])
         self.model = ced.CED(settings.model, settings.kernels, indexer_loss=True)
         self.optimizer = optimizer_lib.build(settings.optimizer)
-        self.abstract = step_lib.abstract_state(self.model, self.optimizer, self.mesh)
+        params = step_lib.abstract_params(self.model, self.mesh)
+        self.abstract = step_lib.abstract_state(params, self.optimizer)
         self.batch = step_lib.to_device(batch, self.mesh)
         self.start = jax.device_get(
             step_lib.init_state(self.model, self.optimizer, self.abstract, settings.train.seed)
@@ -112,7 +113,7 @@ def test_the_optimizer_state_lies_as_its_parameters():
     mesh = sharding.make_mesh({}, jax.devices()[:1])
     model = ced.CED(micro.model())
     optimizer = optimizer_lib.build(settings_lib.OptimizerSettings())
-    abstract = step_lib.abstract_state(model, optimizer, mesh)
+    abstract = step_lib.abstract_state(step_lib.abstract_params(model, mesh), optimizer)
     leaves = jax.tree.leaves(abstract)
     assert all(leaf.sharding.mesh == mesh for leaf in leaves)
     count = len(jax.tree.leaves(abstract.params))

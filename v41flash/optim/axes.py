@@ -111,6 +111,7 @@ class Matrices:
         shape: of the parameter.
         order: its axes in the order batch, rows, columns.
         batch: number of matrices (before a split).
+        batch_axes: number of the axes that they lie along.
         rows: fan-in, or table rows.
         columns: sizes of the parts side by side; one where nothing is split.
     """
@@ -118,6 +119,7 @@ class Matrices:
     shape: tuple[int, ...]
     order: tuple[int, ...]
     batch: int
+    batch_axes: int
     rows: int
     columns: tuple[int, ...]
 
@@ -159,7 +161,8 @@ class Matrices:
         if sum(split) != width:
             raise ValueError(f"{where}: the split must add up to {width} outputs")
         count = math.prod(shape[axis] for axis in batch)
-        return cls(tuple(shape), order, count, math.prod(shape[i] for i in rows), tuple(split))
+        height = math.prod(shape[axis] for axis in rows)
+        return cls(tuple(shape), order, count, len(batch), height, tuple(split))
 
     def take(self, x: jax.Array) -> list[jax.Array]:
         """The parts of a parameter, each [batch, rows, columns]."""

@@ -13,6 +13,7 @@ import optax
 
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.newton_schulz import HYBRID, newton_schulz
+from v41flash.optim import placed
 from v41flash.optim.axes import MATRIX, Matrices, MatrixSpec, Specs, leaf_names, leaf_specs
 from v41flash.optim.meshes import devices, spread, with_auto_axes
 
@@ -39,6 +40,7 @@ def scale_by_head_muon(
     compute_dtype: jax.typing.DTypeLike = "bfloat16",
     form: str | None = None,
     mesh: jax.sharding.Mesh | None = None,
+    placed_at: Callable[[str], jax.sharding.PartitionSpec] | None = None,
     implementation: Implementation = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Orthogonalises the momentum of every matrix, to an RMS that does not depend on its shape.
@@ -64,7 +66,10 @@ def scale_by_head_muon(
 
     On a mesh of Auto axes the batch is spread over all devices, filled up with zeros to a multiple
     of their number, so that every matrix is worked on once; the mesh is the one in force
-    (`jax.set_mesh`) or `mesh`. Arrays of a mesh with Explicit axes keep their layout.
+    (`jax.set_mesh`) or `mesh`. How the compiler gets there is up to it, and parameters that are
+    split along several axes it may first make whole on every device. Told where they are
+    (`placed_at`), devices exchange matrices one for one (`v41flash.optim.placed`). Arrays of a
+    mesh with Explicit axes keep their layout.
 
     Args:
         specs: a `MatrixSpec`, a tree of them (a prefix of the parameters), or a function from the
@@ -79,6 +84,8 @@ def scale_by_head_muon(
             float32. See `pallas_kernels.newton_schulz` for the error.
         form: "direct", "gram" or None for the cheaper, see `pallas_kernels.newton_schulz`.
         mesh: devices to spread over where none is in force.
+        placed_at: for the path of a parameter, such as "decoder/attn/wq", how it lies on the mesh.
+            A fused parameter (`MatrixSpec.split`) is left to the compiler all the same.
         implementation: of newton_schulz.
 
     Returns:
@@ -141,21 +148,59 @@ def scale_by_head_muon(
         def run(grads, kept):
             accumulated = [accumulate(*pair) for pair in zip(grads, kept, strict=True)]
             directions = [direction for _, direction in accumulated]
-            scaled = orthogonalise(planned, directions)
+            scaled = orthogonalise(planned, directions, leaf_names(updates))
             scaled = [x.astype(grad.dtype) for x, grad in zip(scaled, grads, strict=True)]
             return scaled, [new for new, _ in accumulated]
 
         scaled, kept = with_auto_axes(run, 0, 1)(grads, kept)
         return treedef.unflatten(scaled), HeadMuonState(treedef.unflatten(kept))
 
-    def orthogonalise(planned: list[Matrices], directions: list[jax.Array]) -> list[jax.Array]:
-        """Update of every parameter. Matrices of one shape share a Newton-Schulz call; on a mesh
+    def iterate(matrices):
+        return newton_schulz(
+            matrices, coefficients, eps=eps, form=form, implementation=implementation
+        )
+
+    def widened(done, direction, shape):
+        wide = jnp.promote_types(direction.dtype, jnp.float32)
+        return done.astype(wide) * (rms * math.sqrt(max(shape)))
+
+    def orthogonalise(
+        planned: list[Matrices], directions: list[jax.Array], names: list[str]
+    ) -> list[jax.Array]:
+        """Update of every parameter."""
+        narrow = [
+            x.astype(compute_dtype or jnp.promote_types(x.dtype, jnp.float32)) for x in directions
+        ]
+        everything = range(len(planned))
+        known = []
+        if placed_at is not None and devices(mesh) > 1:
+            known = [i for i in everything if len(planned[i].columns) == 1]
+        others = [i for i in everything if i not in known]
+        done = placed.apply(
+            iterate,
+            [planned[i] for i in known],
+            [narrow[i] for i in known],
+            [placed_at(names[i]) for i in known],
+            mesh,
+        )
+        results = {
+            i: widened(x, directions[i], (planned[i].rows, *planned[i].columns))
+            for i, x in zip(known, done, strict=True)
+        }
+        return [(results | by_shape(planned, narrow, directions, others))[i] for i in everything]
+
+    def by_shape(
+        planned: list[Matrices],
+        narrow: list[jax.Array],
+        directions: list[jax.Array],
+        leaves: list[int],
+    ) -> dict[int, jax.Array]:
+        """Update of some parameters. Matrices of one shape share a Newton-Schulz call; on a mesh
         those of a parameter that fill it have one of their own, and stay in place that way."""
         groups = defaultdict(list)
         count = devices(mesh)
-        for leaf, (plan, direction) in enumerate(zip(planned, directions, strict=True)):
-            dtype = compute_dtype or jnp.promote_types(direction.dtype, jnp.float32)
-            for part, matrices in enumerate(plan.take(direction.astype(dtype))):
+        for leaf in leaves:
+            for part, matrices in enumerate(planned[leaf].take(narrow[leaf])):
                 fills = matrices.shape[0] >= count > 1
                 alone = (leaf, part) if fills else None
                 key = (matrices.shape[1:], matrices.dtype, alone)
@@ -164,24 +209,16 @@ def scale_by_head_muon(
         for (shape, _, _), members in groups.items():
             joined = [matrices for _, _, matrices in members]
             batch = joined[0] if len(joined) == 1 else jnp.concatenate(joined)
-            done = newton_schulz(
-                spread(batch, mesh),
-                coefficients,
-                eps=eps,
-                form=form,
-                implementation=implementation,
-            )
+            done = iterate(spread(batch, mesh))
             start = 0
             for leaf, part, matrices in members:
                 end = start + matrices.shape[0]
-                wide = jnp.promote_types(directions[leaf].dtype, jnp.float32)
-                factor = rms * math.sqrt(max(shape))
-                parts[leaf, part] = done[start:end].astype(wide) * factor
+                parts[leaf, part] = widened(done[start:end], directions[leaf], shape)
                 start = end
-        return [
-            plan.put([parts[leaf, part] for part in range(len(plan.columns))])
-            for leaf, plan in enumerate(planned)
-        ]
+        return {
+            leaf: planned[leaf].put([parts[leaf, i] for i in range(len(planned[leaf].columns))])
+            for leaf in leaves
+        }
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -201,6 +238,7 @@ def head_muon(
     compute_dtype: jax.typing.DTypeLike = "bfloat16",
     form: str | None = None,
     mesh: jax.sharding.Mesh | None = None,
+    placed_at: Callable[[str], jax.sharding.PartitionSpec] | None = None,
     implementation: Implementation = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Head-wise Muon, decoupled decay: :math:`W \leftarrow W (1-\eta\lambda)-\eta\Delta`.
@@ -222,6 +260,7 @@ def head_muon(
         compute_dtype: see there.
         form: see there.
         mesh: see there.
+        placed_at: see there.
         implementation: see there.
 
     Returns:
@@ -248,6 +287,7 @@ def head_muon(
             compute_dtype=compute_dtype,
             form=form,
             mesh=mesh,
+            placed_at=placed_at,
             implementation=implementation,
         ),
         optax.add_decayed_weights(weight_decay, weight_decay_mask),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import optax
@@ -73,6 +73,7 @@ def v41_optimizer(
     momentum_dtype: jax.typing.DTypeLike | None = None,
     compute_dtype: jax.typing.DTypeLike = "bfloat16",
     mesh: jax.sharding.Mesh | None = None,
+    placed_at: Callable[[str], jax.sharding.PartitionSpec] | None = None,
     rules: Sequence[Rule] = V41_RULES,
 ) -> optax.GradientTransformationExtraArgs:
     """The recipe of the V4.1 report (sections 2.5 and 4.2.2).
@@ -111,6 +112,7 @@ def v41_optimizer(
         momentum_dtype: of the momentum of Muon and Sinkhorn. None: float32.
         compute_dtype: of the Newton-Schulz iteration.
         mesh: devices to spread it over where none is in force (`jax.set_mesh`).
+        placed_at: how the parameter of a path lies on the mesh, as in `scale_by_head_muon`.
         rules: replaced or extended for other parameter trees; labels as in `V41_RULES`.
 
     Returns:
@@ -171,6 +173,7 @@ def v41_optimizer(
                 momentum_dtype=momentum_dtype,
                 compute_dtype=compute_dtype,
                 mesh=mesh,
+                placed_at=placed_at,
             ),
             "table": sinkhorn_balanced(rate, declared, **sinkhorn_keywords),
             "engram_table": sinkhorn_balanced(

@@ -9,6 +9,7 @@ import optax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from train import hlo
 from v41flash.optim import MatrixSpec, Rule, TableSpec, head_muon, partition, sinkhorn_balanced
 from v41flash.optim.partition import specs
 
@@ -38,11 +39,11 @@ LAYOUT = {
 }
 
 
-def optimizer(mesh=None):
+def optimizer(**muon):
     declared = specs(RULES)
     return partition(
         {
-            "muon": head_muon(1e-2, declared, compute_dtype="float32", mesh=mesh),
+            "muon": head_muon(1e-2, declared, compute_dtype="float32", **muon),
             "sinkhorn": sinkhorn_balanced(1e-2, declared),
             "rows": sinkhorn_balanced(1e-2, declared, capacity=16),
         },
@@ -78,16 +79,24 @@ def largest_batch(compiled):
     return max(sizes)
 
 
-def on_mesh(shape, kind, ambient, reference):
-    """What test_meshes looks at, for one mesh that is in force (ambient) or given."""
+def largest_gather(compiled):
+    """Elements of the largest array that a device gathers."""
+    gathers = [one for one in hlo.collectives(compiled.as_text()) if one.kind == "all-gather"]
+    return max((one.elements for one in gathers), default=0)
+
+
+def on_mesh(shape, kind, ambient, placed, reference):
+    """What test_meshes looks at, for one mesh that is in force (ambient) or given, and parameters
+    of which the optimizer is told how they lie (placed) or not."""
     mesh = jax.make_mesh(shape, ("a", "b"), axis_types=(kind,) * 2)
     layout = {name: NamedSharding(mesh, spec) for name, spec in LAYOUT.items()}
     params, grads = (jax.device_put(arrays(seed), layout) for seed in (0, 1))
+    told = {"placed_at": LAYOUT.__getitem__} if placed else {}
     if ambient:
         with jax.set_mesh(mesh):
-            result, state, compiled = run(optimizer(), params, grads)
+            result, state, compiled = run(optimizer(**told), params, grads)
     else:
-        result, state, compiled = run(optimizer(mesh), params, grads)
+        result, state, compiled = run(optimizer(mesh=mesh, **told), params, grads)
     kept = [
         leaf.sharding.is_equivalent_to(layout[name], leaf.ndim)
         for path, leaf in jax.tree_util.tree_leaves_with_path(state)
@@ -99,10 +108,12 @@ def on_mesh(shape, kind, ambient, reference):
         "mesh": shape,
         "axes": kind.name,
         "ambient": ambient,
+        "placed": placed,
         "error": float(max(errors)),
         "kept": all(kept),
         "momenta": len(kept),
         "each": largest_batch(compiled),
+        "gathered": largest_gather(compiled),
     }
 
 
@@ -112,7 +123,10 @@ def main():
     print(json.dumps({"alone": largest_batch(alone)}))
     for kind in (AxisType.Auto, AxisType.Explicit):
         for shape, ambient in (((1, 8), True), ((2, 4), True), ((8, 1), True), ((2, 4), False)):
-            print(json.dumps(on_mesh(shape, kind, ambient, reference)))
+            print(json.dumps(on_mesh(shape, kind, ambient, False, reference)))
+    for shape, ambient in (((2, 4), True), ((8, 1), False)):
+        print(json.dumps(on_mesh(shape, AxisType.Auto, ambient, True, reference)))
+    print(json.dumps(on_mesh((4, 2), AxisType.Explicit, True, True, reference)))
 
 
 if __name__ == "__main__":

@@ -44,4 +44,12 @@ def test_work_is_spread(lines):
     """8 heads and 16 expert halves of one shape: 24 matrices alone; on 8 devices 1 and 2 each."""
     alone, *meshes = lines
     assert alone == {"alone": 24}
-    assert [line["each"] for line in meshes] == [2] * 8
+    assert len(meshes) == 11
+    assert {line["each"] for line in meshes} == {2}
+
+
+def test_nothing_is_made_whole_that_the_optimizer_is_told_of(lines):
+    """A device holds 256 elements of the largest parameter."""
+    placed = [line for line in lines[1:] if line["placed"]]
+    assert len(placed) == 3
+    assert all(line["gathered"] <= 256 for line in placed)
