@@ -9,9 +9,11 @@ dtype or shape is not for it. Anything else is a fault and propagates.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 Implementation = None | str | Sequence[str]
@@ -22,6 +24,22 @@ _logger = logging.getLogger("pallas_kernels")
 @functools.cache
 def _log_once(op: str, name: str) -> None:
     _logger.info("%s: running the %r implementation", op, name)
+
+
+_heard: contextvars.ContextVar[dict[str, dict[str, set[str]]] | None] = contextvars.ContextVar(
+    "heard", default=None
+)
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[dict[str, dict[str, set[str]]]]:
+    """What is dispatched inside: op -> implementation that ran -> reasons of those that declined
+    before it. Functions that were traced before say nothing again."""
+    token = _heard.set({})
+    try:
+        yield _heard.get()
+    finally:
+        _heard.reset(token)
 
 
 def dispatch(
@@ -71,5 +89,10 @@ def dispatch(
             declined.append(error)
             continue
         _log_once(op, name)
+        heard = _heard.get()
+        if heard is not None:
+            heard.setdefault(op, {}).setdefault(name, set()).update(
+                " ".join(str(error).split()) for error in declined
+            )
         return result
     raise ExceptionGroup(f"{op}: no implementation accepts these arguments", declined)

@@ -34,6 +34,7 @@ from absl import flags
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 
+from pallas_kernels import dispatch
 from train import hlo
 from train import optimizer as optimizer_lib
 from train import plan as plan_lib
@@ -95,6 +96,7 @@ class Report:
         hbm_bytes: of the device; 0 unknown.
         dot_flops: matrix products of a step, mean over devices; kernels by their cost estimates.
         collectives: kind -> {"bytes": received in a step, "times": how often}.
+        kernels: op -> implementation that the program has -> why those before it declined.
         trace_seconds: to trace and lower.
         compile_seconds: to compile.
         host_bytes: peak memory of this process.
@@ -117,6 +119,7 @@ class Report:
     hbm_bytes: int
     dot_flops: float
     collectives: dict[str, dict[str, float]]
+    kernels: dict[str, dict[str, list[str]]]
     trace_seconds: float
     compile_seconds: float
     host_bytes: int
@@ -153,6 +156,8 @@ class Report:
         for kind, count in sorted(self.collectives.items()):
             moved, times = count["bytes"] / 2**30, int(count["times"])
             lines.append((kind, f"{moved:.2f} GiB in {times} exchanges"))
+        for op, names in sorted(self.kernels.items()):
+            lines.append((op, ", ".join(names)))
         spent = f"{self.trace_seconds:.0f} s tracing, {self.compile_seconds:.0f} s compiling"
         lines.append(("compiled in", f"{spent}, {self.host_bytes / 2**30:.1f} GiB of this host"))
         lines.append(("fits", "yes" if self.fits else "NO"))
@@ -227,7 +232,8 @@ def compile_program(
     """
     started = time.perf_counter()
     with jax.set_mesh(mesh):
-        traced = function.trace(*arguments)
+        with dispatch.recorded() as heard:
+            traced = function.trace(*arguments)
         flops = hlo.dot_flops(traced.jaxpr.jaxpr, mesh.size) / mesh.size
         lowered = traced.lower()
         middle = time.perf_counter()
@@ -257,6 +263,10 @@ def compile_program(
         hbm_bytes=int(HBM_GIB.get(kind, 0) * 2**30),
         dot_flops=flops,
         collectives=moved,
+        kernels={
+            op: {name: sorted(reasons) for name, reasons in names.items()}
+            for op, names in heard.items()
+        },
         trace_seconds=middle - started,
         compile_seconds=ended - middle,
         host_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,

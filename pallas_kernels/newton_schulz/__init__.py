@@ -22,6 +22,7 @@ def newton_schulz(
     eps: float = 1e-20,
     dtype: jax.typing.DTypeLike | None = None,
     form: Form | None = None,
+    unroll: bool = False,
     implementation: Implementation = None,
 ) -> jax.Array:
     r"""Brings the singular values of every matrix of a batch close to 1.
@@ -60,6 +61,8 @@ def newton_schulz(
         dtype: of the products' operands: bfloat16, float32 (float32 products are not rounded to
             TF32) or float64; accumulation is in float32 at least. None: the dtype of x.
         form: "direct", "gram", or None for the cheaper.
+        unroll: every step by itself. Otherwise equal ones are a loop, which is compiled once; but
+            where the compiler spreads a batch over a mesh, it may lay it out anew in a loop.
         implementation: see `pallas_kernels.dispatch`.
 
     Returns:
@@ -84,4 +87,5 @@ def newton_schulz(
         eps=eps,
         dtype=dtype,
         form=form,
+        unroll=unroll,
     )

@@ -60,6 +60,7 @@ def newton_schulz(
     eps: float,
     dtype: jax.typing.DTypeLike | None,
     form: Form | None,
+    unroll: bool,
 ) -> jax.Array:
     """See `pallas_kernels.newton_schulz.newton_schulz`."""
     kept = jnp.dtype(x.dtype if dtype is None else dtype)
@@ -109,7 +110,10 @@ def newton_schulz(
     out = _normalised(x.astype(jnp.promote_types(x.dtype, accumulate)), eps).astype(kept)
     ends = list(itertools.accumulate(segments(rows, columns, coefficients, kept, form)))
     parts = [tuple(coefficients[i:j]) for i, j in itertools.pairwise([0, *ends])]
-    # Equal segments are one loop: a large product takes the compiler longer than the device.
+    if unroll:
+        for steps in parts:
+            out = segment(steps, out)
+        return out.astype(x.dtype)
     for steps, equal in itertools.groupby(parts):
         out = jax.lax.fori_loop(0, len(list(equal)), lambda _, x, s=steps: segment(s, x), out)
     return out.astype(x.dtype)

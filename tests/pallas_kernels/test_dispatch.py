@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from pallas_kernels.dispatch import dispatch
+from pallas_kernels.dispatch import dispatch, recorded
 
 
 def decline(*args, **kwargs):
@@ -76,3 +76,12 @@ def test_choice_is_logged_once(caplog):
         for _ in range(3):
             dispatch("logged op", {"a": decline, "b": named("b")}, None)
     assert [r.getMessage() for r in caplog.records] == ["logged op: running the 'b' implementation"]
+
+
+def test_choices_and_their_reasons_are_recorded():
+    with recorded() as heard:
+        dispatch("one op", {"a": decline, "b": named("b")}, None)
+        dispatch("one op", {"b": named("b")}, None)
+        dispatch("another op", {"a": named("a")}, None)
+    dispatch("a third op", {"a": named("a")}, None)
+    assert heard == {"one op": {"b": {"needs another device"}}, "another op": {"a": set()}}

@@ -27,17 +27,47 @@ def test_mistakes_are_one_line(capsys):
         assert words in said and said.count("\n") == 1
 
 
+def compiled(folder, *arguments):
+    """The report of a step, compiled in a process of its own: the compiler wants its environment
+    first, and keeps no programs in a cache."""
+    env = {name: value for name, value in os.environ.items() if "CACHE" not in name}
+    command = [sys.executable, "-m", "train.aot", *arguments, f"--json={folder / 'report.json'}"]
+    done = subprocess.run(
+        command, env=env | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads((folder / "report.json").read_text())
+
+
 @pytest.mark.slow
 @needs_compiler
 def test_step_compiles_for_an_absent_pod(tmp_path):
-    """In a process of its own, as the compiler wants its environment first."""
-    command = [sys.executable, "-m", "train.aot", CONFIG, "--topology=v5p:2x2x1", "--stage=1"]
-    command += ["--config.mesh.data=1", "--config.mesh.fsdp=2", "--config.mesh.expert=2"]
-    command += [f"--json={tmp_path / 'report.json'}"]
-    done = subprocess.run(command, env=os.environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True)
-    assert done.returncode == 0, done.stderr
-    report = json.loads((tmp_path / "report.json").read_text())
+    sizes = ["--config.mesh.data=1", "--config.mesh.fsdp=2", "--config.mesh.expert=2"]
+    report = compiled(tmp_path, CONFIG, "--topology=v5p:2x2x1", "--stage=1", *sizes)
     assert report["devices"] == 4 and report["device_kind"] == "TPU v5"
     assert 0 < report["parameter_bytes"] < report["peak_bytes"] < report["hbm_bytes"]
     assert report["collectives"]["all-gather"]["bytes"] > 0
     assert report["dot_flops"] > 0
+
+
+# Topologies of each generation, and their devices.
+GENERATIONS = {"v5e:4x4": 16, "v5p:2x2x1": 4, "v6e:2x4": 8, "tpu7x:2x2x1": 8}
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize("topology", GENERATIONS)
+@pytest.mark.parametrize("program", ["train", "decode"])
+def test_small_compiles_with_its_kernels_for(topology, program, tmp_path):
+    """The sparse stage of the run in docs/results/small.md, and a decode step of 64K tokens."""
+    devices = GENERATIONS[topology]
+    arguments = ["--config=configs/small.py", f"--topology={topology}", f"--program={program}"]
+    if program == "train":
+        arguments += ["--stage=1", "--config.mesh.data=1", "--config.mesh.expert=2"]
+        arguments += [f"--config.mesh.context={devices // 2}"]
+    else:
+        arguments += ["--tokens=65536"]
+    report = compiled(tmp_path, *arguments)
+    assert report["fits"] and report["devices"] == devices
+    assert set(report["kernels"]["sparse_attention"]) == {"mosaic_tpu"}
+    assert set(report["kernels"]["indexer.select"]) == {"mosaic_tpu"}

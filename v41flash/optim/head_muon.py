@@ -155,9 +155,14 @@ def scale_by_head_muon(
         scaled, kept = with_auto_axes(run, 0, 1)(grads, kept)
         return treedef.unflatten(scaled), HeadMuonState(treedef.unflatten(kept))
 
-    def iterate(matrices):
+    def iterate(matrices, unroll=False):
         return newton_schulz(
-            matrices, coefficients, eps=eps, form=form, implementation=implementation
+            matrices,
+            coefficients,
+            eps=eps,
+            form=form,
+            unroll=unroll,
+            implementation=implementation,
         )
 
     def widened(done, direction, shape):
@@ -187,7 +192,8 @@ def scale_by_head_muon(
             i: widened(x, directions[i], (planned[i].rows, *planned[i].columns))
             for i, x in zip(known, done, strict=True)
         }
-        return [(results | by_shape(planned, narrow, directions, others))[i] for i in everything]
+        results |= by_shape(planned, narrow, directions, others)
+        return [results[i] for i in everything]
 
     def by_shape(
         planned: list[Matrices],
@@ -209,7 +215,7 @@ def scale_by_head_muon(
         for (shape, _, _), members in groups.items():
             joined = [matrices for _, _, matrices in members]
             batch = joined[0] if len(joined) == 1 else jnp.concatenate(joined)
-            done = iterate(spread(batch, mesh))
+            done = iterate(spread(batch, mesh), unroll=count > 1)
             start = 0
             for leaf, part, matrices in members:
                 end = start + matrices.shape[0]

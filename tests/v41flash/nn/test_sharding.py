@@ -97,8 +97,7 @@ def main(count):
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), given[0]
         )
         gathered = []
-        # Along `tensor` the compiler splits and gathers again the gradient of a small projection.
-        if count > 1 and "tensor" not in sizes:
+        if count > 1:
             gathered = mesh_gathers.unasked(compiled.as_text(), held, mesh)
         spread = {len(leaf.sharding.device_set) for leaf in jax.tree.leaves(grads)}
         assert spread == {8}
