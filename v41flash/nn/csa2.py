@@ -126,8 +126,6 @@ class CSA2(nn.Module):
     def query(self, x_BxTxd: jax.Array, angles: rope.RopeTable) -> tuple[jax.Array, jax.Array]:
         """(query latent [B, T, r], rotated queries [B, T, H, D])."""
         latent = contract("btd,dr->btr", x_BxTxd, self.wq_a)
-        # Whole along `tensor` in the backward pass too, or wq_a's gradient would be gathered.
-        latent = constrain(latent, "batch", "length", None)
         latent = rms_norm(latent, self.q_norm, self.config.rms_norm_eps)
         return latent, rope.rotate(contract("btr,rhk->bthk", latent, self.wq_b), angles)
 
