@@ -174,7 +174,8 @@ def scores_at(
         chunk, on_grid, implementation: as for `select`.
 
     Returns:
-        f32 `[B, T, K]`, 0 where there is no entry; differentiable in q, w and k (not packed).
+        f32 `[B, T, K]`, 0 where there is no entry; differentiable in q, w and k (not packed). On a
+        GPU the gradient of k is added up in any order: its last bits may differ between calls.
 
     Raises:
         ValueError: arguments that do not fit each other.
