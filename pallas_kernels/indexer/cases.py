@@ -218,12 +218,12 @@ def tuning(name: str) -> Tuning | None:
         results = dict(full=name == "B2", maxima=name == "B3")
         candidates = [
             dense.TuningConfig(stages=stages, take_turns=turns, early=early)
-            for stages in (4, 6)
+            for stages in (4, 6, 8)
             for turns, early in ((False, 0), (True, 0), (True, 64), (True, 128))
         ]
         return Tuning(
             dense.TABLE,
-            dense.shape_class(k.dtype),
+            dense.shape_class(k.dtype, name == "B2"),
             candidates,
             lambda config: functools.partial(
                 dense.dense_scores, scales=scales, config=config, **results

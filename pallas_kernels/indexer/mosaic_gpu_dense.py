@@ -46,9 +46,9 @@ class TuningConfig:
 TABLE = Table(pathlib.Path(__file__).parent / "tuned.json", TuningConfig)
 
 
-def shape_class(dtype: jax.typing.DTypeLike) -> str:
-    """What calls share a configuration: keys of the same dtype."""
-    return f"dense, {jnp.dtype(dtype).name}"
+def shape_class(dtype: jax.typing.DTypeLike, full: bool) -> str:
+    """What calls share a configuration: keys of the same dtype, scores stored or maxima alone."""
+    return f"dense {'scores' if full else 'maxima'}, {jnp.dtype(dtype).name}"
 
 
 def queries_per_group(heads: int) -> int:
@@ -90,7 +90,7 @@ def dense_scores(
         scores: f32 `[B, T, G]`, -inf outside `lo <= j < hi`, or None.
         maxima: f32 `[B, T, ceil(G / 8)]` of blocks of 8 entries, counted from entry 0, or None.
     """
-    config = config or TABLE.lookup(shape_class(k.dtype), TuningConfig())
+    config = config or TABLE.lookup(shape_class(k.dtype, full), TuningConfig())
     batch, queries, heads, dim = q.shape
     entries = k.shape[1]
     group = queries_per_group(heads)

@@ -223,7 +223,7 @@ def test_gradients_take_the_types_of_their_inputs(doubles, monkeypatch):
 @pytest.mark.parametrize(
     "name, work, shape_class",
     [
-        ("B3", Work("select", 1, 16, 512), "dense, float8_e4m3fn"),
+        ("B3", Work("select", 1, 16, 512), "dense maxima, float8_e4m3fn"),
         ("B5", Work("select", 1, 16, 1024, pool=64), "gathered runs of 8, float8_e4m3fn"),
         ("B6", Work("select", 2, 1, 4096, packed=True), "gathered runs of 64, uint8"),
     ],

@@ -6,6 +6,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from pallas_kernels.indexer import mosaic_gpu_dense, mosaic_gpu_gather
+from pallas_kernels.sparse_attention import mosaic_gpu as attention
+from pallas_kernels.topk import mosaic_gpu as topk
 from pallas_kernels.tuning import Table, Tuning, tune
 
 
@@ -28,6 +31,24 @@ def test_lookup_is_by_device_and_shape_class(table):
     table.record(kind, "narrow", Config(4))
     assert table.lookup("wide", Config(1)) == Config(3)
     assert table.lookup("narrow", Config(1)) == Config(4)
+
+
+@pytest.mark.parametrize(
+    "table, shape_class",
+    [
+        (mosaic_gpu_dense.TABLE, mosaic_gpu_dense.shape_class(jnp.float8_e4m3fn, full=False)),
+        (mosaic_gpu_dense.TABLE, mosaic_gpu_dense.shape_class(jnp.bfloat16, full=True)),
+        (mosaic_gpu_gather.TABLE, mosaic_gpu_gather.shape_class(64, jnp.uint8)),
+        (attention.TABLE, attention.shape_class("fp4 rows", 4096)),
+        (topk.TABLE, topk.shape_class(2048, 131072, 512)),
+    ],
+)
+def test_tables_of_the_kernels(table, shape_class, monkeypatch):
+    class H200:
+        device_kind = "NVIDIA H200"
+
+    monkeypatch.setattr(jax, "devices", lambda: [H200])
+    assert isinstance(table.lookup(shape_class, None), table.config)
 
 
 def test_unknown_field_is_refused(table):
