@@ -1,24 +1,35 @@
 """Times serving at the published attention widths and layer schedule; hidden size and experts are
 cut down, weights are random.
 
+    python -m eval.serving_bench --what=cache [--tokens=1048576]
     python -m eval.serving_bench --what=decode [--contexts=4096,65536,1048576 --batches=1,8]
     python -m eval.serving_bench --what=prefill [--tokens=65536 --chunk=8192]
     python -m eval.serving_bench --what=fill [--tokens=1048576 --chunk=8192]
 
+cache: bytes that the device's allocator hands out for the global cache of one sequence.
 decode: milliseconds per step at every context and batch, the part of the indexers and the attention
-    (timed apart, on the same caches), and the bytes of the global cache's arrays per token.
+    (timed apart, on the same caches), and a token's FLOPs by the accounting. Caches hold random
+    rows.
 prefill: the encoder with its decoder replay against all layers over all tokens.
-fill: prefill of one long prompt by the encoder, chunk by chunk, and what memory it took.
+fill: prefill of one long prompt, and what memory it took.
+
 `--implementation=xla` times the references. One JSON object a line; --json appends them to a file.
+Compiling takes longer than measuring: `--lock=FILE` lets several of these run at once. They compile
+together; none measures before all have compiled, and then one at a time.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import fcntl
 import functools
 import json
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +41,8 @@ from absl import flags
 
 from pallas_kernels import sparse_attention as attention_op
 from v41flash import presets
-from v41flash.cache import PAGE_TOKENS
+from v41flash.accounting import flops
+from v41flash.cache import PAGE_TOKENS, GlobalCache
 from v41flash.config import ModelConfig
 from v41flash.kernels import Kernels
 from v41flash.nn.ced import ALIGNMENT, CED
@@ -38,7 +50,7 @@ from v41flash.nn.context import Ranges
 from v41flash.nn.indexer import IndexQuery, select, select_in_pool
 from v41flash.nn.memory import Memory
 from v41flash.serving.decode import Sequences, Stops
-from v41flash.serving.forward import Model
+from v41flash.serving.forward import Model, Tail
 from v41flash.serving.prefill import prefill
 from v41flash.serving.programs import Programs
 from v41flash.serving.sampling import Sampling
@@ -46,7 +58,13 @@ from v41flash.serving.state import State
 from v41flash.serving.weights import Weights
 from v41flash.text.engram_hash import table_primes
 
+# Decoded in one call.
 _STEPS = 8
+# Random numbers that all weights are taken from.
+_NOISE = 1 << 24
+
+# Yields rows, once everything is compiled.
+Measurement = Callable[[], Iterator[dict[str, Any]]]
 
 
 def bench_model() -> ModelConfig:
@@ -68,70 +86,74 @@ def bench_model() -> ModelConfig:
     )
 
 
-def random_weights(config: ModelConfig) -> Weights:
-    """Weights of standard deviation 0.02, norms of one, made on the device."""
+def random_weights(config: ModelConfig, noise: jax.Array) -> Weights:
+    """Matrices of standard deviation 0.02, norms of one, biases of zero.
+
+    Args:
+        config: the model.
+        noise: bfloat16 [N] of standard deviation 0.02, of which every matrix takes some.
+    """
     row = jax.ShapeDtypeStruct((1, ALIGNMENT), jnp.int32)
     rows = (1, ALIGNMENT, config.num_engram_sites, config.engram_rows_per_token)
     inputs = row, row, row, jax.ShapeDtypeStruct(rows, jnp.int32)
     shapes = nn.unbox(jax.eval_shape(CED(config).init, jax.random.key(0), *inputs)["params"])
     token_map = np.arange(config.vocab_size) % config.engram_compressed_vocab_size
+    leaves, tree = jax.tree.flatten_with_path(shapes)
 
-    def fill(key: jax.Array) -> Any:
-        leaves, tree = jax.tree.flatten(shapes)
-        keys = jax.random.split(key, len(leaves))
+    def leaf(place: int, path: Any, shape: jax.ShapeDtypeStruct) -> jax.Array:
+        name = path[-1].key
+        if name.endswith("norm") or name in ("scale", "q_weight", "k_weight"):
+            return jnp.ones(shape.shape)
+        if name in ("base", "bias", "sink") or shape.dtype == jnp.uint8:
+            return jnp.zeros(shape.shape, shape.dtype)
+        # A generator for every matrix would take longer to compile than the model.
+        first = place * 4099 % (noise.size // 2)
+        return jnp.resize(noise[first:], shape.shape)
 
-        def leaf(key: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
-            if len(shape.shape) == 1:
-                return jnp.ones(shape.shape, jnp.float32)
-            return 0.02 * jax.random.normal(key, shape.shape, jnp.bfloat16)
-
-        return jax.tree.unflatten(tree, list(map(leaf, keys, leaves)))
-
-    return Weights.create(config, jax.jit(fill)(jax.random.key(0)), token_map)
+    made = [leaf(place, *entry) for place, entry in enumerate(leaves)]
+    return Weights.create(config, jax.tree.unflatten(tree, made), token_map)
 
 
-def filled(config: ModelConfig, weights: Weights, batch: int, context: int) -> State:
-    """Sequences of `context` tokens whose caches hold random values, with a page to spare."""
-    pages = -(-context // PAGE_TOKENS) + 1
+def noise() -> jax.Array:
+    """What `random_weights` takes."""
+    values = np.random.default_rng(0).standard_normal(_NOISE, np.float32)
+    return jnp.asarray(0.02 * values, jnp.bfloat16)
+
+
+def empty(config: ModelConfig, weights: Weights, batch: int, tokens: int) -> State:
+    """Sequences without tokens, each with pages for `tokens`."""
+    pages = -(-tokens // PAGE_TOKENS)
     table = np.arange(batch * pages, dtype=np.int32).reshape(batch, pages)
-    state = State.create(config, weights, batch * pages, table)
+    return State.create(config, weights, batch * pages, table)
 
-    @functools.partial(jax.jit, donate_argnums=0)
-    def fill(state: State) -> State:
-        cache, few = state.cache, min(64, batch * pages)
 
-        def random(rows: jax.Array, fmt: Any, seed: int) -> jax.Array:
-            values = jax.random.normal(jax.random.key(seed), (few, rows.shape[1], fmt.channels))
-            packed = fmt.pack(values)
-            # The same few pages over and over: contents do not change the time.
-            return packed[jnp.arange(rows.shape[0]) % few]
+def filled(state: State, context: jax.Array) -> State:
+    """The sequences `context` (a scalar) tokens on, their caches full of random values."""
+    cache, few = state.cache, 64
+    length = jnp.full(state.positions.shape, context, jnp.int32)
 
-        main = tuple(random(x, cache.main_format, i) for i, x in enumerate(cache.main))
-        keys = tuple(random(x, cache.key_format, 9 + i) for i, x in enumerate(cache.keys))
-        length = jnp.full(batch, context, jnp.int32)
+    def random(rows: jax.Array, fmt: Any, seed: int) -> jax.Array:
+        values = jax.random.normal(jax.random.key(seed), (few, rows.shape[1], fmt.channels))
+        packed = fmt.pack(values)
+        # The same few pages over and over: contents do not change the time.
+        return packed[jnp.arange(rows.shape[0]) % few]
 
-        def windows(held: Any, seed: int) -> Any:
-            shape = (*held.rows.shape[:-1], held.format.channels)
-            rows = held.format.pack(jax.random.normal(jax.random.key(seed), shape))
-            return held.__class__(
-                rows, jnp.zeros_like(length), length + 0, held.first_layer, held.format
-            )
+    def windows(held: Any, seed: int) -> Any:
+        layers, _, window, _ = held.rows.shape
+        values = jax.random.normal(jax.random.key(seed), (layers, 1, window, held.format.channels))
+        rows = jnp.broadcast_to(held.format.pack(values), held.rows.shape)
+        starts = jnp.zeros_like(length)
+        return dataclasses.replace(held, rows=rows, starts=starts, lengths=length + 0)
 
-        names = dict(main=main, keys=keys, page_table=cache.page_table, lengths=length + 0)
-        static = dict(
-            sources=cache.sources, main_format=cache.main_format, key_format=cache.key_format
-        )
-        return State(
-            positions=length,
-            cache=cache.__class__(**names, **static),
-            encoder=windows(state.encoder, 20),
-            decoder=windows(state.decoder, 21),
-            groups=state.groups,
-            look_back=state.look_back,
-            draft=None,
-        )
-
-    return fill(state)
+    main = tuple(random(x, cache.main_format, i) for i, x in enumerate(cache.main))
+    keys = tuple(random(x, cache.key_format, 9 + i) for i, x in enumerate(cache.keys))
+    return dataclasses.replace(
+        state,
+        positions=length,
+        cache=dataclasses.replace(cache, main=main, keys=keys, lengths=length + 0),
+        encoder=windows(state.encoder, 20),
+        decoder=windows(state.decoder, 21),
+    )
 
 
 def selection_and_attention(model: Model, state: State, seed: jax.Array) -> jax.Array:
@@ -187,117 +209,237 @@ def selection_and_attention(model: Model, state: State, seed: jax.Array) -> jax.
     return total
 
 
-def seconds(call: Callable[[], Any], repeats: int = 3) -> float:
-    """Least time of a call whose result is waited for; the first call compiles."""
+def seconds(call: Callable[[], Any], repeats: int = 3, calls: int = 4) -> float:
+    """Seconds per call in the fastest of some rounds of calls that do not wait for each other."""
     jax.block_until_ready(call())
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
-        jax.block_until_ready(call())
-        times.append(time.perf_counter() - start)
+        jax.block_until_ready([call() for _ in range(calls)])
+        times.append((time.perf_counter() - start) / calls)
     return min(times)
 
 
-def device_bytes() -> int | None:
-    """Bytes in use on the device, where it tells."""
+def allocated(which: str = "bytes_in_use") -> int | None:
+    """What the device's allocator counts, where it tells."""
     stats = jax.devices()[0].memory_stats()
-    return None if stats is None else stats["bytes_in_use"]
+    return None if stats is None else stats[which]
 
 
-def decode_times(
-    model: Model, contexts: Sequence[int], batches: Sequence[int]
-) -> Iterator[dict[str, Any]]:
+def decoding(config: ModelConfig, batch: int) -> tuple[Any, ...]:
+    """Arguments of `decode.run` after the state: greedy sequences that do not stop."""
+    sequences = Sequences(
+        last=jnp.full(batch, 5, jnp.int32),
+        emitted=jnp.ones(batch, jnp.int32),
+        recent=jnp.zeros((batch, 1), jnp.int32),
+        finish=jnp.zeros(batch, jnp.int32),
+    )
+    sampling = Sampling.create(batch, np.ones(config.vocab_size, bool), temperature=0)
+    return sequences, sampling, Stops.create(batch, limit=1_000_000), jnp.int32(_STEPS)
+
+
+def random_prompt(config: ModelConfig, tokens: int) -> np.ndarray:
+    """int32 [tokens]."""
+    return np.random.default_rng(0).integers(3, config.vocab_size, tokens).astype(np.int32)
+
+
+class Compiled:
+    """Programs for one number of sequences and pages, compiled before the device holds anything.
+
+    Attributes:
+        model: the model.
+        batch, tokens: sequences, and tokens that each has pages for.
+        programs: of the model; those asked for are compiled.
+        seconds: that compiling took.
+    """
+
+    def __init__(
+        self, model: Model, batch: int, tokens: int, wanted: Sequence[str], chunk: int = PAGE_TOKENS
+    ):
+        """Compiles.
+
+        Args:
+            model: the model.
+            batch, tokens: see above.
+            wanted: programs, of `Programs` or "filled" or "part".
+            chunk: prompt tokens of a step.
+        """
+        start = time.perf_counter()
+        config, of = model.config, jax.ShapeDtypeStruct
+        self.model, self.batch, self.tokens = model, batch, tokens
+        self.programs = Programs(model)
+        made = functools.partial(random_weights, config)
+        given = of((_NOISE,), jnp.bfloat16)
+        weights = jax.eval_shape(made, given)
+        state = jax.eval_shape(lambda w: empty(config, w, batch, tokens), weights)
+        tail = jax.eval_shape(lambda: Tail.create(config, batch, config.sliding_window))
+        logits, count = of((batch, config.vocab_size), jnp.float32), of((), jnp.int32)
+        step = (of((batch, chunk), jnp.int32), of((batch,), jnp.int32), None)
+        part = jax.jit(functools.partial(selection_and_attention, model))
+        run = functools.partial(self.programs.run.lower, size=_STEPS)
+        arguments = jax.eval_shape(lambda: decoding(config, batch))
+        lowered = {
+            "random_weights": lambda: jax.jit(made).lower(given),
+            "filled": lambda: jax.jit(filled, donate_argnums=0).lower(state, count),
+            "part": lambda: part.lower(state, count),
+            "run": lambda: run(weights, state, *arguments),
+            "encoder_chunk": lambda: self.programs.encoder_chunk.lower(weights, state, tail, *step),
+            "decoder_replay": lambda: self.programs.decoder_replay.lower(weights, state, tail),
+            "exact_chunk": lambda: self.programs.exact_chunk.lower(weights, state, logits, *step),
+        }
+        with ThreadPoolExecutor() as pool:
+            names = ["random_weights", *wanted]
+            ready = dict(zip(names, pool.map(lambda n: lowered[n]().compile(), names), strict=True))
+        self._weights, self._filled = ready.pop("random_weights"), ready.pop("filled", None)
+        self.part = ready.pop("part", None)
+        for name, program in ready.items():
+            setattr(self.programs, name, program)
+        self.seconds = time.perf_counter() - start
+
+    def weights(self) -> Weights:
+        """Random ones."""
+        return self._weights(noise())
+
+    def state(self, weights: Weights, context: int | None = None) -> State:
+        """The sequences, empty or after `context` tokens."""
+        state = empty(self.model.config, weights, self.batch, self.tokens)
+        return state if context is None else self._filled(state, np.int32(context))
+
+
+def cache_bytes(config: ModelConfig, tokens: int) -> Measurement:
+    """The global cache of one sequence as the allocator sees it."""
+
+    def measure() -> Iterator[dict[str, Any]]:
+        pages = -(-tokens // PAGE_TOKENS)
+        table = np.arange(pages, dtype=np.int32)[None]
+        # What runs for the first time may keep memory of its own.
+        jax.block_until_ready(GlobalCache.create(config, 1, table[:, :1]))
+        before = allocated()
+        cache = jax.block_until_ready(GlobalCache.create(config, pages, table))
+        row: dict[str, Any] = dict(what="cache", tokens=tokens)
+        if before is not None:
+            row["device_bytes"] = allocated() - before
+            row["device_bytes_per_token"] = row["device_bytes"] / tokens
+        row["table_bytes"] = cache.page_table.nbytes
+        row["rows_bytes_per_token"] = cache.bytes_per_token
+        yield row
+
+    return measure
+
+
+def decode_times(model: Model, contexts: Sequence[int], batches: Sequence[int]) -> Measurement:
     """One row per context and batch."""
     config = model.config
-    weights = random_weights(config)
-    programs = Programs(model)
-    for context in contexts:
-        for batch in batches:
-            row: dict[str, Any] = dict(what="decode", context=context, batch=batch)
-            before = device_bytes()
-            state = jax.block_until_ready(filled(config, weights, batch, context))
-            arrays = state.cache.main + state.cache.keys
-            held = sum(x.size * x.dtype.itemsize for x in arrays)
+    # Pages for all that is decoded.
+    points = [
+        (context, Compiled(model, batch, context + PAGE_TOKENS, ("filled", "part", "run")))
+        for context in contexts
+        for batch in batches
+    ]
+
+    def measure() -> Iterator[dict[str, Any]]:
+        for context, ready in points:
+            before = allocated()
+            weights = ready.weights()
+            state = jax.block_until_ready(ready.state(weights, context))
+            row: dict[str, Any] = dict(what="decode", context=context, batch=ready.batch)
+            row["flops"] = flops.weighted(flops.decode(config, context))
+            row["published_flops"] = flops.weighted(flops.decode(presets.v41_flash(), context))
             row["cache_bytes_per_token"] = state.cache.bytes_per_token
-            row["cache_bytes"] = held
-            if before is not None:
-                row["device_bytes"] = device_bytes() - before
-            part = jax.jit(functools.partial(selection_and_attention, model))
-            row["selection_attention_ms"] = 1e3 * seconds(lambda s=state, p=part: p(s, 0))
-            sampling = Sampling.create(batch, np.ones(config.vocab_size, bool), temperature=0)
-            stops = Stops.create(batch, limit=1_000_000)
-            sequences = Sequences(
-                last=jnp.full(batch, 5, jnp.int32),
-                emitted=jnp.ones(batch, jnp.int32),
-                recent=jnp.zeros((batch, 1), jnp.int32),
-                finish=jnp.zeros(batch, jnp.int32),
-            )
-            start = time.perf_counter()
-            arguments = (sampling, stops)
-            state, sequences, chunk = programs.run(
-                weights, state, sequences, *arguments, _STEPS, size=_STEPS
-            )
-            jax.block_until_ready(chunk)
-            row["compile_seconds"] = time.perf_counter() - start
+            part = functools.partial(ready.part, state, np.int32(0))
+            row["selection_attention_ms"] = 1e3 * seconds(part)
+            sequences, *rest = decoding(config, ready.batch)
             times = []
-            for _ in range(3):
+            for _ in range(4):
                 start = time.perf_counter()
-                state, sequences, chunk = programs.run(
-                    weights, state, sequences, *arguments, _STEPS, size=_STEPS
-                )
+                state, sequences, chunk = ready.programs.run(weights, state, sequences, *rest)
                 jax.block_until_ready(chunk)
                 times.append(time.perf_counter() - start)
-            row["step_ms"] = 1e3 * min(times) / _STEPS
-            del state, sequences, chunk
+                row.setdefault("first_tokens", chunk.tokens[:, 0].tolist())
+            row["step_ms"] = 1e3 * min(times[1:]) / _STEPS
+            if before is not None:
+                row["peak_bytes"] = allocated("peak_bytes_in_use")
+            row["compile_seconds"] = ready.seconds
+            del weights, state, sequences, chunk, part
             yield row
 
+    return measure
 
-def prefill_times(model: Model, tokens: int, chunk: int) -> Iterator[dict[str, Any]]:
+
+def prefill_times(model: Model, tokens: int, chunk: int) -> Measurement:
     """The two ways of prefill over one prompt."""
-    config = model.config
-    weights, programs = random_weights(config), Programs(model)
-    prompt = np.random.default_rng(0).integers(3, 1000, tokens).astype(np.int32)
-    pages = -(-tokens // PAGE_TOKENS)
-    for exact in (False, True):
-        times = []
-        for _ in range(2):
-            state = State.create(config, weights, pages, np.arange(pages)[None])
+    programs = ("encoder_chunk", "decoder_replay", "exact_chunk")
+    ready = Compiled(model, 1, tokens, programs, chunk)
+
+    def measure() -> Iterator[dict[str, Any]]:
+        weights = ready.weights()
+        prompt = random_prompt(model.config, tokens)
+        for exact in (False, True, False, True):
+            state = jax.block_until_ready(ready.state(weights))
             start = time.perf_counter()
-            logits, state = prefill(programs, weights, state, [prompt], chunk=chunk, exact=exact)
-            jax.block_until_ready((logits, state))
-            times.append(time.perf_counter() - start)
-        yield dict(
-            what="prefill",
-            layers="all" if exact else "encoder and replay",
-            tokens=tokens,
-            chunk=chunk,
-            seconds=times[1],
-            with_compilation=times[0],
-        )
-
-
-def fill_times(model: Model, tokens: int, chunk: int) -> Iterator[dict[str, Any]]:
-    """One long prompt; a row per doubling of what is done."""
-    config = model.config
-    weights, programs = random_weights(config), Programs(model)
-    pages = -(-tokens // PAGE_TOKENS)
-    state = State.create(config, weights, pages, np.arange(pages)[None])
-    rng, start, report = np.random.default_rng(0), time.perf_counter(), chunk
-    for done in range(0, tokens, chunk):
-        prompt = rng.integers(3, 1000, min(chunk, tokens - done)).astype(np.int32)
-        logits, state = prefill(programs, weights, state, [prompt], chunk=chunk)
-        end = done + len(prompt)
-        if end >= min(report, tokens):
-            jax.block_until_ready((logits, state))
-            report *= 2
-            stats = jax.devices()[0].memory_stats() or {}
-            yield dict(
-                what="fill",
-                tokens=end,
-                seconds=time.perf_counter() - start,
-                peak_bytes=stats.get("peak_bytes_in_use"),
-                finite=bool(jnp.isfinite(logits).all()),
+            logits, state = prefill(
+                ready.programs, weights, state, [prompt], chunk=chunk, exact=exact
             )
+            jax.block_until_ready((logits, state))
+            yield dict(
+                what="prefill",
+                layers="all" if exact else "encoder and replay",
+                tokens=tokens,
+                chunk=chunk,
+                seconds=time.perf_counter() - start,
+                finite=bool(jnp.isfinite(logits).all()),
+                compile_seconds=ready.seconds,
+            )
+            del logits, state
+
+    return measure
+
+
+def fill_times(model: Model, tokens: int, chunk: int) -> Measurement:
+    """One long prompt: a row per doubling of what is done, the last with the decoder's replay."""
+    ready = Compiled(model, 1, tokens, ("encoder_chunk", "decoder_replay"), chunk)
+    config, programs = model.config, ready.programs
+
+    def measure() -> Iterator[dict[str, Any]]:
+        weights = ready.weights()
+        state = jax.block_until_ready(ready.state(weights))
+        tail = Tail.create(config, 1, config.sliding_window)
+        prompt = random_prompt(config, tokens)
+        start, report = time.perf_counter(), chunk
+        for done in range(0, tokens, chunk):
+            new = min(chunk, tokens - done)
+            step = np.pad(prompt[done : done + new], (0, chunk - new))[None]
+            tail, state = programs.encoder_chunk(
+                weights, state, tail, step, np.array([new], np.int32), None
+            )
+            if done + new < min(report, tokens):
+                continue
+            report *= 2
+            row: dict[str, Any] = dict(what="fill", chunk=chunk)
+            if done + new == tokens:
+                logits, state = programs.decoder_replay(weights, state, tail)
+                row["finite"] = bool(jnp.isfinite(logits).all())
+            jax.block_until_ready(state)
+            row |= dict(
+                tokens=int(state.cache.lengths[0]),
+                seconds=time.perf_counter() - start,
+                peak_bytes=allocated("peak_bytes_in_use"),
+                compile_seconds=ready.seconds,
+            )
+            yield row
+
+    return measure
+
+
+@contextlib.contextmanager
+def held(path: str | None, kind: int) -> Iterator[None]:
+    """Holds a lock of `fcntl.flock` on a file, where one is named."""
+    if path is None:
+        yield
+        return
+    with Path(path).open("a") as file:
+        fcntl.flock(file, kind)
+        yield
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -307,34 +449,43 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     values = flags.FlagValues()
     here = dict(flag_values=values)
-    kinds = ["decode", "prefill", "fill"]
-    flags.DEFINE_enum("what", "decode", kinds, "What to time.", **here)
+    kinds = ["cache", "decode", "prefill", "fill"]
+    flags.DEFINE_enum("what", "decode", kinds, "What to measure.", **here)
     flags.DEFINE_list("contexts", ["4096", "16384", "65536", "262144", "1048576"], "", **here)
     flags.DEFINE_list("batches", ["1"], "Sequences at a time.", **here)
-    flags.DEFINE_integer("tokens", 65536, "Of the prompt.", lower_bound=1, **here)
+    flags.DEFINE_integer("tokens", None, "Of the prompt.", lower_bound=1, **here)
     flags.DEFINE_integer("chunk", 8192, "Prompt tokens per step.", lower_bound=1, **here)
     flags.DEFINE_string("implementation", None, "Of every op; its own choice if none.", **here)
     flags.DEFINE_string("json", None, "File to append the rows to.", **here)
+    flags.DEFINE_string("lock", None, "File that processes measured together name.", **here)
     try:
         values(["eval.serving_bench", *arguments])
         numbers = [[int(x) for x in values[name].value] for name in ("contexts", "batches")]
     except (flags.Error, ValueError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    # Which implementation each op has found.
+    logging.basicConfig(stream=sys.stderr, format="%(message)s")
+    logging.getLogger("pallas_kernels").setLevel(logging.INFO)
     ops = ("sparse_attention", "indexer", "mhc", "grouped_matmul", "engram_gather", "fp4")
     kernels = Kernels(**dict.fromkeys(ops, values.implementation))
     model = Model(bench_model(), kernels)
-    rows = {
-        "decode": lambda: decode_times(model, *numbers),
-        "prefill": lambda: prefill_times(model, values.tokens, values.chunk),
-        "fill": lambda: fill_times(model, values.tokens, values.chunk),
-    }[values.what]()
-    for row in rows:
-        row |= {"implementation": values.implementation, "device": jax.devices()[0].device_kind}
-        print(json.dumps(row), flush=True)
-        if values.json:
-            with Path(values.json).open("a") as file:
-                file.write(json.dumps(row) + "\n")
+    tokens, chunk = values.tokens, values.chunk
+    with held(values.lock, fcntl.LOCK_SH):
+        measure = {
+            "cache": lambda: cache_bytes(model.config, tokens or 1 << 20),
+            "decode": lambda: decode_times(model, *numbers),
+            "prefill": lambda: prefill_times(model, tokens or 1 << 16, chunk),
+            "fill": lambda: fill_times(model, tokens or 1 << 20, chunk),
+        }[values.what]()
+    common = {"implementation": values.implementation, "device": jax.devices()[0].device_kind}
+    with held(values.lock, fcntl.LOCK_EX):
+        for row in measure():
+            line = json.dumps(row | common)
+            print(line, flush=True)
+            if values.json:
+                with Path(values.json).open("a") as file:
+                    file.write(line + "\n")
     return 0
 
 

@@ -91,6 +91,13 @@ def dense_scores(
         maxima: f32 `[B, T, ceil(G / 8)]` of blocks of 8 entries, counted from entry 0, or None.
     """
     config = config or TABLE.lookup(shape_class(k.dtype, full), TuningConfig())
+    wanted = {"full": full, "maxima": maxima, "fill": fill}
+    return _scores(q, w, k, lo, hi, scales, **wanted, config=config, interpret=interpret)
+
+
+# Jitted, so that the layers of a model trace and compile one kernel.
+@functools.partial(jax.jit, static_argnames=("full", "maxima", "fill", "config", "interpret"))
+def _scores(q, w, k, lo, hi, scales, *, full, maxima, fill, config, interpret):
     batch, queries, heads, dim = q.shape
     entries = k.shape[1]
     group = queries_per_group(heads)

@@ -84,9 +84,16 @@ def gathered_scores(
     Returns:
         f32 `[B, T, R * size]`.
     """
+    config = config or configuration(size, k.dtype)
+    lists = starts, lo, hi, scales
+    return _scores(q, w, k, *lists, size=size, absent=absent, config=config, interpret=interpret)
+
+
+# Jitted, so that the layers of a model trace and compile one kernel.
+@functools.partial(jax.jit, static_argnames=("size", "absent", "config", "interpret"))
+def _scores(q, w, k, starts, lo, hi, scales, *, size, absent, config, interpret):
     batch, queries, heads, dim = q.shape
     packed = k.dtype == jnp.uint8
-    config = config or configuration(size, k.dtype)
     runs = rows.Runs(size)
     count = starts.shape[-1]
     # The copy of starts takes whole tiles.

@@ -491,6 +491,8 @@ def _merge(out: jax.Array, lse: jax.Array, sink: jax.Array) -> tuple[jax.Array, 
     return merged, base + jnp.log(total)
 
 
+# Jitted, so that the layers of a model trace and compile one kernel.
+@functools.partial(jax.jit, static_argnames=("window", "scale", "shares", "config", "interpret"))
 def forward(
     q: jax.Array,
     window_rows: jax.Array,

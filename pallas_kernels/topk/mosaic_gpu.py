@@ -214,6 +214,8 @@ def _segment(rows: int, size: int, slots: int, team: int, config: TuningConfig) 
     return math.ceil(max(length, config.segment, size * rows / teams, 2 * slots))
 
 
+# Jitted, so that the layers of a model trace and compile one kernel.
+@functools.partial(jax.jit, static_argnames=("plan", "interpret"))
 def _round(plan, scores, payload, lengths, interpret):
     """Selects in every segment of every row.
 
