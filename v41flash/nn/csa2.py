@@ -254,7 +254,11 @@ class CSA2(nn.Module):
             entries = memory.entries(spec.ratio)
             rows = memory.cache.main_rows(spec.kv_source).read(0, entries)
             return SharedKV(rows, None, None, None, None)
-        if spec.pool == "use":
+        # Many queries read every key through their pools together.
+        few = spec.pool == "use" and (
+            visible.hi.shape[1] * pool.blocks.shape[-1] * pool.size < memory.entries(spec.ratio)
+        )
+        if few:
             keys = memory.cache.index_keys(spec.kv_source)
             indices = select_in_pool(cfg, query, keys, visible, pool, self.kernels.indexer)
         else:
@@ -264,7 +268,7 @@ class CSA2(nn.Module):
                 memory.index_keys(spec.kv_source),
                 visible,
                 make_pool=spec.pool == "make",
-                pool=None,
+                pool=pool if spec.pool == "use" else None,
                 implementation=self.kernels.indexer,
             )
         rows, places = memory.selected(spec.kv_source, indices)
