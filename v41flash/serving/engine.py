@@ -395,6 +395,7 @@ class Engine:
             exact=options.exact,
             replay=options.replay,
             images=images,
+            after_chunk=self._keeper(slot),
         )
         place = jnp.array([slot])
         self._state = self._state.put(place, part)
@@ -463,6 +464,11 @@ class Engine:
             trail.extend(np.asarray(tokens, np.int32))
             self._prefixes.keep(self._state, slot, trail)
             self._name(slot)
+
+    def _keeper(self, slot: int) -> Callable[[State], None] | None:
+        """Stores the pages of a prompt as its prefill, a batch of one, fills them."""
+        trail = self._trails.get(slot)
+        return None if trail is None else lambda state: self._prefixes.keep(state, 0, trail)
 
     def _name(self, slot: int) -> None:
         """Lets others share the pages of a slot that are full."""

@@ -376,6 +376,11 @@ class Generator:
             state, (starts, cached) = self.prefixes.restore(state, trails)
             self.statistics.cached_tokens += int(cached.sum())
             self.statistics.replayed_tokens += int((cached - starts).sum())
+
+        def keep(state: State) -> None:
+            for b in range(count):
+                self.prefixes.keep(state, b, trails[b])
+
         logits, state = prefill(
             self.programs,
             self.weights,
@@ -384,13 +389,13 @@ class Generator:
             chunk=options.chunk,
             exact=options.exact,
             replay=options.replay,
+            after_chunk=keep if trails else None,
         )
         active = jnp.arange(batch) < count
         sequences, draw = self.programs.begin(logits, state.positions, active, sampling, stops)
         new = np.where(np.arange(batch) < count, np.asarray(draw.tokens), -1)[None]
         logprobs = np.asarray(draw.logprobs)[None]
         for b in range(count if trails else 0):
-            self.prefixes.keep(state, b, trails[b])
             self.prefixes.remember(state, b, trails[b])
         self.statistics.prompt_tokens += sum(map(len, prompts)) - int(starts.sum())
         self.statistics.prefill_seconds += time.perf_counter() - started

@@ -8,7 +8,7 @@ batch from wherever each of them stands, so a conversation goes on with another 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import jax
@@ -93,6 +93,7 @@ def prefill(
     exact: bool = False,
     replay: int | None = None,
     images: ImageRows | None = None,
+    after_chunk: Callable[[State], None] | None = None,
 ) -> tuple[jax.Array, State]:
     """Takes a prompt into each sequence of a batch.
 
@@ -107,6 +108,7 @@ def prefill(
         replay: R, tokens that the decoder goes over; `sliding_window` when None. A prompt of at
             most R tokens is exact, whatever the mode.
         images: image spans of the prompts, [B, T, ...] with T at least the longest prompt, or None.
+        after_chunk: shown the state after every chunk, whose buffers the next one takes; or None.
 
     Returns:
         (float32 logits [B, V] after each prompt, state).
@@ -132,6 +134,8 @@ def prefill(
             logits, state = programs.exact_chunk(weights, state, logits, tokens, new, spans)
         else:
             tail, state = programs.encoder_chunk(weights, state, tail, tokens, new, spans)
+        if after_chunk is not None:
+            after_chunk(state)
     if exact:
         return logits, state
     return programs.decoder_replay(weights, state, tail)

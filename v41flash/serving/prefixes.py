@@ -250,7 +250,9 @@ class Prefixes:
             slot: see `state`.
             trail: its own, at least as long as what the state holds.
         """
-        trail.full = full = int(np.asarray(state.positions)[slot]) // PAGE_TOKENS
+        full = int(np.asarray(state.positions)[slot]) // PAGE_TOKENS
+        # A replay goes over pages that are full already.
+        trail.full = max(trail.full, full)
         if trail.cut or full <= trail.stored:
             return
         table = np.asarray(state.cache.page_table)[slot]

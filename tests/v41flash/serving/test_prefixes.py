@@ -233,6 +233,29 @@ def test_a_restart_goes_on_without_prefilling_the_prefix(tmp_path, caplog, confi
 
 
 @pytest.mark.slow
+def test_a_prefill_that_does_not_end_leaves_its_pages(tmp_path, monkeypatch):
+    server = Server(tmp_path)
+    alone = server.ask(TEXT)[0]
+    disk = server.start()
+    programs, whole = server.served.programs, server.served.programs.exact_chunk
+
+    def dies(weights, state, *arguments):
+        if state.positions[0] == PAGE_TOKENS + 8:
+            raise KeyboardInterrupt
+        return whole(weights, state, *arguments)
+
+    monkeypatch.setattr(programs, "exact_chunk", dies)
+    with pytest.raises(KeyboardInterrupt):
+        server.ask(TEXT)
+    assert disk.counts.written == 1
+    monkeypatch.setattr(programs, "exact_chunk", whole)
+    server.start()
+    result, *counts = server.ask(TEXT)
+    assert counts == [240 - PAGE_TOKENS + EXACT_REPLAY, PAGE_TOKENS, EXACT_REPLAY]
+    check_equal(result, alone)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("formats", [{}, samples.NO_ROUNDING])
 def test_replay_and_window_rows_from_the_host(tmp_path, formats):
     server = Server(tmp_path, dataclasses.replace(LONG, **formats), exact=False)
