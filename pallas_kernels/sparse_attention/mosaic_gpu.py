@@ -460,9 +460,11 @@ def _body(plan: _Plan, *refs) -> None:
         _row_role(plan, refs, mine)
 
 
-def _kernel(plan: _Plan):
+# Jitted, so that the layers of a model trace and compile one kernel.
+@functools.partial(jax.jit, static_argnums=0)
+def _run(plan: _Plan, *arguments: jax.Array):
     rows = plan.batch, plan.queries * plan.shares, plan.heads * plan.groups
-    return plgpu.kernel(
+    kernel = plgpu.kernel(
         functools.partial(_body, plan),
         out_type=(
             jax.ShapeDtypeStruct((*rows, plan.dim), jnp.bfloat16),
@@ -477,6 +479,7 @@ def _kernel(plan: _Plan):
         interpret=plan.interpret,
         compiler_params=COMPILER_PARAMS,
     )
+    return kernel(*arguments)
 
 
 def _merge(out: jax.Array, lse: jax.Array, sink: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -491,8 +494,6 @@ def _merge(out: jax.Array, lse: jax.Array, sink: jax.Array) -> tuple[jax.Array, 
     return merged, base + jnp.log(total)
 
 
-# Jitted, so that the layers of a model trace and compile one kernel.
-@functools.partial(jax.jit, static_argnames=("window", "scale", "shares", "config", "interpret"))
 def forward(
     q: jax.Array,
     window_rows: jax.Array,
@@ -562,7 +563,7 @@ def forward(
     own = jnp.pad(sink, (0, groups * _HEADS - heads))
     if shares > 1:
         own = jnp.full_like(own, -jnp.inf)
-    out, lse = _kernel(plan)(q, window_rows, window_lo, window_hi, *main, own)
+    out, lse = _run(plan, q, window_rows, window_lo, window_hi, *main, own)
     if shares == 1:
         return out, lse
     cut = batch, queries, shares, heads
