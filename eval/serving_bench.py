@@ -6,7 +6,9 @@ cut down, weights are random.
     python -m eval.serving_bench --what=prefill [--tokens=65536 --chunk=8192]
     python -m eval.serving_bench --what=fill [--tokens=1048576 --chunk=8192]
 
-cache: bytes that the device's allocator hands out for the global cache of one sequence.
+cache: bytes that the device's allocator hands out for the global cache of one sequence. It cuts
+    them out of the pool that JAX reserves by default; where XLA_PYTHON_CLIENT_PREALLOCATE is false
+    it grows the pool instead, and hands out larger pieces than were asked for.
 decode: milliseconds per step at every context and batch, the part of the indexers and the attention
     (timed apart, on the same caches), and a token's FLOPs by the accounting. Caches hold random
     rows.
@@ -295,6 +297,7 @@ class Compiled:
         for name, program in ready.items():
             setattr(self.programs, name, program)
         self.seconds = time.perf_counter() - start
+        print(f"compiled in {self.seconds:.0f} s", file=sys.stderr, flush=True)
 
     def weights(self) -> Weights:
         """Random ones."""

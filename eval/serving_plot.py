@@ -42,9 +42,7 @@ def tables(rows: Sequence[Row]) -> str:
             measured = row.get("device_bytes_per_token")
             lines += [f"cache of {row['tokens']:,} tokens: {row.get('device_bytes')} bytes on the"]
             lines += [f"device, {measured} per token; {row['table_bytes']} of them page table", ""]
-    lines += [
-        "| | context | step | attention, indexers | of the step | x first | FLOPs x first |"
-    ]
+    lines += ["| | context | step | attention, indexers | of the step | x first | FLOPs x first |"]
     lines += ["|---|---|---|---|---|---|---|"]
     for (name, batch), points in curves(rows).items():
         first = points[0]
