@@ -460,9 +460,9 @@ def _body(plan: _Plan, *refs) -> None:
         _row_role(plan, refs, mine)
 
 
-# Jitted, so that the layers of a model trace and compile one kernel.
-@functools.partial(jax.jit, static_argnums=0)
-def _run(plan: _Plan, *arguments: jax.Array):
+# Kept, so that the layers of a model trace and compile one kernel.
+@functools.cache
+def _kernel(plan: _Plan):
     rows = plan.batch, plan.queries * plan.shares, plan.heads * plan.groups
     kernel = plgpu.kernel(
         functools.partial(_body, plan),
@@ -479,7 +479,7 @@ def _run(plan: _Plan, *arguments: jax.Array):
         interpret=plan.interpret,
         compiler_params=COMPILER_PARAMS,
     )
-    return kernel(*arguments)
+    return jax.jit(kernel)
 
 
 def _merge(out: jax.Array, lse: jax.Array, sink: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -563,7 +563,7 @@ def forward(
     own = jnp.pad(sink, (0, groups * _HEADS - heads))
     if shares > 1:
         own = jnp.full_like(own, -jnp.inf)
-    out, lse = _run(plan, q, window_rows, window_lo, window_hi, *main, own)
+    out, lse = _kernel(plan)(q, window_rows, window_lo, window_hi, *main, own)
     if shares == 1:
         return out, lse
     cut = batch, queries, shares, heads
