@@ -100,6 +100,14 @@ def inside(axes: Mapping[str, tuple[str, ...]]) -> Iterator[None]:
         _inside.reset(token)
 
 
+def local_shape(shape: Sequence[int], names: Sequence[str | None]) -> tuple[int, ...]:
+    """The shape that a parameter has here: `shape`, or that of a device's part under `inside`."""
+    split = _inside.get() or {}
+    return tuple(
+        size // parts(split.get(name, ())) for size, name in zip(shape, names, strict=True)
+    )
+
+
 def _in_force() -> Any:
     """The mesh in force, where the compiler spreads arrays over several devices of it; or None."""
     mesh = jax.sharding.get_abstract_mesh()

@@ -22,7 +22,7 @@ from v41flash.nn import linear
 from v41flash.nn.context import Context
 from v41flash.nn.linear import contract
 from v41flash.nn.lookup import look_up
-from v41flash.sharding import partitioned
+from v41flash.sharding import local_shape, partitioned
 
 
 class Engram(nn.Module):
@@ -84,10 +84,12 @@ class Engram(nn.Module):
         cfg, axes = self.config, ("table_rows", None)
         rows, width = cfg.engram_table_rows[self.site], cfg.engram_head_dim
         if cfg.weight_form == "packed":
-            zeros, shape = nn.initializers.zeros, (rows, fp4.row_bytes("fp8", width))
+            zeros = nn.initializers.zeros
+            shape = local_shape((rows, fp4.row_bytes("fp8", width)), axes)
             return self.param("table", partitioned(zeros, axes), shape, jnp.uint8)
         normal = nn.initializers.truncated_normal(cfg.initializer_range)
-        return self.param("table", partitioned(normal, axes), (rows, width), jnp.float32)
+        shape = local_shape((rows, width), axes)
+        return self.param("table", partitioned(normal, axes), shape, jnp.float32)
 
 
 def prefetch(

@@ -18,7 +18,7 @@ from pallas_kernels import fp4
 from v41flash import quant
 from v41flash.config import ModelConfig
 from v41flash.layout import Layout
-from v41flash.sharding import partitioned
+from v41flash.sharding import local_shape, partitioned
 
 # Formats of `pallas_kernels.fp4` that elements are in, with their bits.
 _BITS = {"fp8": 8, "mxfp4": 4}
@@ -84,7 +84,8 @@ def weight(
     config: ModelConfig = module.config
     if config.weight_form == "expanded":
         normal = nn.initializers.truncated_normal(config.initializer_range)
-        return module.param(name, partitioned(normal, axes), layout.shape, jnp.float32)
+        shape = local_shape(layout.shape, axes)
+        return module.param(name, partitioned(normal, axes), shape, jnp.float32)
     fmt, block = ("mxfp4", 1) if storage == "expert" else ("fp8", _block_rows(config))
     out, inner = layout.published
     published = [axes[layout.order.index(axis)] for axis in range(len(layout.axes))]
@@ -93,8 +94,9 @@ def weight(
     zeros = nn.initializers.zeros
 
     def param(name: str, shape: tuple[int, ...], *axes: str | None) -> jax.Array:
-        init = partitioned(zeros, (*stack, *axes))
-        return module.param(name, init, (*layout.stack, *shape), jnp.uint8)
+        names = (*stack, *axes)
+        whole = (*layout.stack, *shape)
+        return module.param(name, partitioned(zeros, names), local_shape(whole, names), jnp.uint8)
 
     elements = param(name, (out, inner * _BITS[fmt] // 8), rows, columns)
     # Blocks of rows need not divide as rows do, and they are a thousandth of the bytes.
