@@ -464,6 +464,8 @@ def main(arguments: Sequence[str]) -> int:
     try:
         values(["eval.serving_bench", *arguments])
         numbers = [[int(x) for x in values[name].value] for name in ("contexts", "batches")]
+        if values.what == "prefill" and (values.tokens or 1 << 16) % values.chunk:
+            raise ValueError(f"--tokens={values.tokens}: must be a multiple of --chunk here")
     except (flags.Error, ValueError) as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2

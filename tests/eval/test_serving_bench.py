@@ -29,8 +29,9 @@ def test_widths_and_schedule_are_the_published_ones(capsys):
     }
     assert differing == cut
     assert ours.layers == published.layers
-    assert serving_bench.main(["--what=nothing"]) == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1
+    for wrong in (["--what=nothing"], ["--what=prefill", "--tokens=200", "--chunk=64"]):
+        assert serving_bench.main(wrong) == 2
+        assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 @pytest.mark.slow
@@ -41,7 +42,7 @@ def test_everything_is_measured_on_a_small_model(tmp_path, monkeypatch):
     for flags in (
         ["--what=cache", "--tokens=1000"],
         ["--what=decode", "--contexts=200", "--batches=2"],
-        ["--what=prefill", "--tokens=200", "--chunk=64"],
+        ["--what=prefill", "--tokens=192", "--chunk=64"],
         ["--what=fill", "--tokens=200", "--chunk=64"],
     ):
         assert serving_bench.main(flags + common) == 0
