@@ -69,6 +69,7 @@ def comparison_plot(rows: list[dict[str, Any]], runs: list[tuple[str, float]], p
     axes[2].set(xlabel="step", ylabel="bits per byte", title="held out, the best of each")
     for axis in axes:
         axis.grid(alpha=0.3)
+    for axis in axes[1:]:  # on the first it would hide runs
         axis.legend()
     _save(figure, path)
 
