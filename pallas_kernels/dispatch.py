@@ -16,6 +16,8 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from pallas_kernels import checks
+
 Implementation = None | str | Sequence[str]
 
 _logger = logging.getLogger("pallas_kernels")
@@ -81,7 +83,11 @@ def dispatch(
     declined = []
     for name in names:
         try:
-            result = implementations[name](*args, **kwargs)
+            watching = checks.watching(name, implementations)
+            if watching is None:
+                result = implementations[name](*args, **kwargs)
+            else:
+                result = checks.run(watching, op, name, implementations, args, kwargs)
         except NotImplementedError as error:
             if len(names) == 1:
                 raise

@@ -13,9 +13,13 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
+
+from train import origin
+from v41flash.config import ModelConfig
 
 # How many cross entropies a new one is compared with, and from how many on.
 _RECENT = 32
@@ -24,7 +28,17 @@ _MAX_IDS_SHOWN = 64
 
 
 class TrainingDiverged(RuntimeError):
-    """The loss is not finite or has exploded; the text is one line for the user."""
+    """The loss is not finite or has exploded; the text is one line for the user.
+
+    Attributes:
+        step: the update whose numbers are bad.
+        batch: number of its batch in the stream of its stage.
+    """
+
+    def __init__(self, text: str, step: int = 0, batch: int = 0):
+        """`text` is the whole line."""
+        super().__init__(text)
+        self.step, self.batch = step, batch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,13 +47,15 @@ class Dispatched:
 
     Attributes:
         step: number of updates done after it.
-        metrics: f32 scalars, still on the device.
+        batch: number of its batch in the stream of its stage.
+        metrics: f32 scalars, still on the device, and "nonfinite" (`train.origin`).
         document_ids: i64, documents of this host's rows, -1 padded.
         flops: useful FLOPs of the step, over all devices.
     """
 
     step: int
-    metrics: Mapping[str, jax.Array]
+    batch: int
+    metrics: Mapping[str, Any]
     document_ids: np.ndarray
     flops: float
 
@@ -53,9 +69,10 @@ class Ledger:
             resumed run judges like an uninterrupted one.
     """
 
-    def __init__(self, max_loss_spike: float, recent: Sequence[float] = ()):
+    def __init__(self, model: ModelConfig, max_loss_spike: float, recent: Sequence[float] = ()):
         """Starts the clock; `max_loss_spike` as in `train.settings.TrainSettings`."""
         self.values: dict[str, float] = {}
+        self._model = model
         self.recent = deque(recent, maxlen=_RECENT)
         self._max_loss_spike = max_loss_spike
         self._pending: deque[Dispatched] = deque()
@@ -88,8 +105,10 @@ class Ledger:
         read = None
         while len(self._pending) > keep:
             done = self._pending.popleft()
-            self.values = {k: float(v) for k, v in jax.device_get(dict(done.metrics)).items()}
-            self._check(done)
+            values = jax.device_get(dict(done.metrics))
+            nonfinite = values.pop("nonfinite")
+            self.values = {name: float(value) for name, value in values.items()}
+            self._check(done, nonfinite)
             self._steps += 1
             self._tokens += self.values["tokens"]
             self._flops += done.flops
@@ -115,12 +134,13 @@ class Ledger:
             rates["mfu"] = self._flops / elapsed / ceiling
         return rates
 
-    def _check(self, done: Dispatched) -> None:
+    def _check(self, done: Dispatched, nonfinite: Mapping[str, Any]) -> None:
         values = self.values
         problem = None
         for name in ("loss", "grad_norm", "indexer_grad_norm"):
             if not math.isfinite(values[name]):
-                problem = f"{name} is {values[name]}"
+                where = origin.describe(self._model, nonfinite)
+                problem = f"{name} is {values[name]}; {where}"
                 break
         # Not the loss: weights and kind of its other terms may change, their scale is their own.
         ce = values["ce"]
@@ -137,6 +157,8 @@ class Ledger:
             if len(ids) > _MAX_IDS_SHOWN:
                 shown += f" and {len(ids) - _MAX_IDS_SHOWN} more"
             raise TrainingDiverged(
-                f"step {done.step}: {problem}; document ids of its batch: {shown}"
+                f"step {done.step}: {problem}; document ids of its batch: {shown}",
+                done.step,
+                done.batch,
             )
         self.recent.append(ce)

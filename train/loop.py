@@ -7,16 +7,17 @@ last one stopped.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from ml_collections import ConfigDict
 
-from train import closing, runinfo
+from pallas_kernels.checks import Checks, KernelMismatch
+from train import closing, recovery, runinfo
 from train import flops as flops_lib
 from train import metrics as metrics_lib
 from train import plan as plan_lib
@@ -27,24 +28,35 @@ from train.data.stream import TrainIterator
 from train.ledger import Dispatched, Ledger, TrainingDiverged
 from train.plan import Plan
 from train.settings import SettingsError, check_resume, to_json
-from v41flash.checkpoints import workdirs
-from v41flash.checkpoints.orbax import Checkpoints
+from train.step import TrainState
+from train.stopping import Stop, Stopped
+from v41flash.checkpoints.orbax import Checkpoints, SaveError
 
 
-def run(config: ConfigDict, workdir: Path) -> None:
-    """Trains to `config.train.steps` in `workdir`, going on from its newest checkpoint.
+def run(config: ConfigDict, workdir: Path, stop: Stop | None = None) -> None:
+    """Trains to `config.train.steps` in `workdir`, going on from its newest intact checkpoint.
+
+    Args:
+        config: the configuration.
+        workdir: folder of the run.
+        stop: where the run is asked to stop; None: nobody asks.
 
     Raises:
         InputError: the configuration cannot be run, or is not the one of the run in `workdir`.
+        Stopped: it was asked to stop, and has saved.
         TrainingDiverged: see there. The newest checkpoint is from before it.
         ReportError: the run's numbers cannot be written.
+        SaveError: a checkpoint cannot be written.
+        KernelMismatch: `train.check_kernels` has found something.
     """
     # ---------------------------------------------------------------------------------------------
     # Set-up: nothing is written before all of the run has been checked.
     # ---------------------------------------------------------------------------------------------
+    stop = stop or Stop()
     stages = stages_lib.resolve_stages(config)
     steps = stages[0].settings.train.steps
-    saved = plan_lib.newest(workdir)
+    damaged: dict[int, str] = {}
+    saved = plan_lib.newest(workdir, damaged)
     if saved is not None:
         check_resume(saved.meta["config"], to_json(config))
     if saved is not None and saved.step >= steps:
@@ -52,18 +64,16 @@ def run(config: ConfigDict, workdir: Path) -> None:
         _close_again(stages, workdir, saved)
         return
     plan = plan_lib.prepare(stages, workdir, saved)
+    stop.before_anything()
 
     with jax.set_mesh(plan.mesh):
-        job = _Run(plan, workdir, to_json(config))
+        # -----------------------------------------------------------------------------------------
+        # Start or restore, then stage by stage.
+        # -----------------------------------------------------------------------------------------
+        plan, state = recovery.start(plan, workdir, damaged)
+        job = _Run(plan, state, workdir, to_json(config), stop)
         try:
-            # -------------------------------------------------------------------------------------
-            # Start or restore, then stage by stage.
-            # -------------------------------------------------------------------------------------
-            job.start()
-            first = stages_lib.stage_at(stages, job.step)
-            for index in range(first, len(stages)):
-                if stages[index].start < steps:
-                    job.train_stage(index)
+            job.train()
 
             # -------------------------------------------------------------------------------------
             # Closing: wait for the last checkpoint; sample, plot, summary.
@@ -72,11 +82,6 @@ def run(config: ConfigDict, workdir: Path) -> None:
             if plan.settings.eval.sample_tokens:
                 last = stages_lib.stage_at(stages, job.step - 1)
                 closing.write_sample(plan, last, job.state.params, workdir)
-        except TrainingDiverged as error:
-            job.checkpoints.wait()
-            good = job.checkpoints.latest_step()
-            where = "none" if good is None else f"step {good} in {workdir / 'checkpoints'}"
-            raise TrainingDiverged(f"{error}; last good checkpoint: {where}") from None
         finally:
             job.close()
     if jax.process_index() == 0:
@@ -93,7 +98,7 @@ def _close_again(
     if set(lacking) - {closing.PLOT}:
         plan = plan_lib.prepare(stages, workdir, saved)
         index = stages_lib.stage_at(stages, saved.step - 1)
-        with jax.set_mesh(plan.mesh), Checkpoints(workdir / "checkpoints") as checkpoints:
+        with jax.set_mesh(plan.mesh), Checkpoints(workdir / plan_lib.CHECKPOINTS) as checkpoints:
             params = checkpoints.restore_params(saved.step, plan.abstract.params)
             if closing.NUMBERS in lacking:
                 chunk = plan.settings.train.loss_chunk_tokens
@@ -120,11 +125,14 @@ class _Run:
         step: updates given to the device.
     """
 
-    def __init__(self, plan: Plan, workdir: Path, config: dict[str, Any]):
+    def __init__(
+        self, plan: Plan, state: TrainState, workdir: Path, config: dict[str, Any], stop: Stop
+    ):
         """Writes what the folder says about the run, and opens its files."""
         train = plan.settings.train
         self.plan, self.workdir, self.config = plan, workdir, config
-        self.train, self.evaluation = train, plan.settings.eval
+        self.state, self.stop = state, stop
+        self.settings, self.evaluation = train, plan.settings.eval
         self.step = plan.first_step
         self.activated = flops_lib.activated_parameters(plan.settings.model, plan.abstract.params)
         self.ceiling = train.peak_flops or flops_lib.matmul_ceiling()
@@ -146,7 +154,15 @@ class _Run:
             )
         except OSError as error:
             raise SettingsError(f"--workdir={workdir}: cannot be written: {error}") from error
-        self.checkpoints = Checkpoints(workdir / "checkpoints", keep=train.keep_checkpoints)
+        self.checkpoints = Checkpoints(
+            workdir / plan_lib.CHECKPOINTS, keep=train.keep_checkpoints, writes=True
+        )
+        self.checks = Checks()
+        self.rewinds_left = train.max_rewinds
+        # (stage, number of the batch) of batches that are left out.
+        self.left_out: set[tuple[int, int]] = set()
+        self._announce()
+        self._take_note()
 
     def close(self) -> None:
         """Finishes what is pending, whatever happened."""
@@ -155,44 +171,70 @@ class _Run:
         self.reporter.close()
         self.checkpoints.close()
 
-    def start(self) -> None:
-        """Makes a fresh state, or restores the saved one."""
-        plan, abstract = self.plan, self.plan.abstract
-        total = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract.params))
+    def _announce(self) -> None:
+        plan = self.plan
+        total = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(plan.abstract.params))
         index = stages_lib.stage_at(plan.stages, self.step)
         self.reporter.line(
             f"{total:,} parameters ({self.activated:,} activated per token), "
             f"{jax.device_count()} {jax.devices()[0].device_kind} device(s), "
             f"{plan.data[index].describe()}"
         )
+        if plan.saved is not None:
+            self.reporter.line(f"going on from step {self.step}")
+        elif self.settings.init_from:
+            self.reporter.line(f"started with the parameters of {self.settings.init_from}")
+
+    def _take_note(self) -> None:
+        """Goes on from what the note of a checkpoint says, if there is one."""
         recent = ()
-        if plan.saved is None and self.train.init_from:
-            self.reporter.line(f"starting with the parameters of {self.train.init_from}")
-            params = workdirs.start(Path(self.train.init_from), abstract.params)
-            self.state = step_lib.state_of(params, plan.optimizer, abstract)
-        elif plan.saved is None:
-            self.state = step_lib.init_state(
-                plan.models[0], plan.optimizer, abstract, self.train.seed
-            )
-        else:
-            params, opt_state = self.checkpoints.restore(
-                self.step, params=abstract.params, opt_state=abstract.opt_state
-            )
-            count = jax.device_put(np.int32(self.step), abstract.step.sharding)
-            self.state = step_lib.TrainState(count, params, opt_state)
-            meta = plan.saved.meta
+        if self.plan.saved is not None:
+            meta = self.plan.saved.meta
             recent = meta["recent_ce"]
+            self.left_out |= {(index, number) for index, number in meta["left_out"]}
             # The process may have been stopped between saving and writing the step's numbers.
             rows = metrics_lib.read(self.workdir)
             if not rows or rows[-1]["step"] < self.step:
                 self.reporter.write(meta["row"])
-            self.reporter.line(f"going on from step {self.step}")
-        self.ledger = Ledger(self.train.max_loss_spike, recent)
+        self.ledger = Ledger(self.plan.settings.model, self.settings.max_loss_spike, recent)
+
+    def train(self) -> None:
+        """Does all updates that are still to do, going back where that is asked for."""
+        done = False
+        while not done:
+            try:
+                first = stages_lib.stage_at(self.plan.stages, self.step)
+                for index in range(first, len(self.plan.stages)):
+                    if self.plan.stages[index].start < self.settings.steps:
+                        self.train_stage(index)
+                done = True
+            except TrainingDiverged as error:
+                self._rewind(error)
+
+    def _rewind(self, error: TrainingDiverged) -> None:
+        """Goes back to the newest checkpoint and leaves out the batch, or gives up."""
+        self.checkpoints.wait()
+        good = self.checkpoints.latest_step()
+        where = "none" if good is None else f"step {good} in {self.workdir / plan_lib.CHECKPOINTS}"
+        if good is None or not self.rewinds_left:
+            raise TrainingDiverged(f"{error}; last good checkpoint: {where}") from None
+        self.rewinds_left -= 1
+        index = stages_lib.stage_at(self.plan.stages, error.step - 1)
+        self.left_out.add((index, error.batch))
+        self.state = recovery.restore(self.plan, self.checkpoints, good)
+        self.plan = self.plan.going_on_from(plan_lib.Saved(good, self.checkpoints.meta(good)))
+        self.step = good
+        self.reporter.rewind(good)
+        self.reporter.line(
+            f"{error}; going back to step {good} and leaving the batch out "
+            f"({self.rewinds_left} more times allowed)"
+        )
+        self._take_note()
 
     def train_stage(self, index: int) -> None:
         """Does the updates of a stage that are still to do."""
         plan, stage = self.plan, self.plan.stages[index]
-        stop = min([self.train.steps, *(later.start for later in plan.stages[index + 1 :])])
+        stop = min([self.settings.steps, *(later.start for later in plan.stages[index + 1 :])])
         if stage.overrides:
             self.reporter.line(f"stage from step {stage.start}: {stage.overrides}")
         if self.step == stage.start:
@@ -204,52 +246,78 @@ class _Run:
         length = stage.settings.data.sequence_length
         attention_flops = flops_lib.attention_flops(stage.settings.model, length)
         eval_step = step_lib.make_eval_step(
-            plan.inference_model(index), self.train.loss_chunk_tokens
+            plan.inference_model(index), self.settings.loss_chunk_tokens
         )
-        update = None
+        update, checked = None, False
         try:
             while self.step < stop:
+                while (index, iterator.step) in self.left_out:
+                    next(iterator)
+                number = iterator.step
                 batch, host = pipeline.split_host_fields(next(iterator))
                 queries = batch["positions"][batch["segment_ids"] > 0]
                 flops = 6.0 * self.activated * queries.size + 3.0 * attention_flops[queries].sum()
                 flops += 3.0 * flops_lib.image_flops(stage.settings.model, batch)
                 batch = step_lib.to_device(batch, plan.mesh)
-                if update is None:
-                    update = self._compile(index, batch)
-                self._update(update, batch, host["document_ids"], flops * jax.process_count())
+                check = self.step - plan.first_step < self.settings.check_kernels
+                if update is None or checked != check:
+                    update, checked = self._compile(index, batch, check), check
+                    if self.step == plan.first_step:
+                        self.stop.before_anything()
+                done = Dispatched(
+                    self.step + 1,
+                    number,
+                    self._update(update, batch),
+                    host["document_ids"],
+                    flops * jax.process_count(),
+                )
+                self.ledger.add(done)
+                if checked:
+                    self._check_kernels(done.metrics)
                 self._follow(index, iterator, eval_step, boundary=self.step == stop)
         finally:
             iterator.close()
 
-    def _compile(self, index: int, batch: step_lib.Batch) -> Any:
+    def _check_kernels(self, metrics: dict[str, Any]) -> None:
+        """Waits for a checked step; raises KernelMismatch."""
+        jax.block_until_ready(metrics)
+        jax.effects_barrier()
+        try:
+            self.reporter.line(f"step {self.step}: {self.checks.verdict()}")
+        except KernelMismatch as error:
+            raise KernelMismatch(f"step {self.step}: {error}") from None
+
+    def _compile(self, index: int, batch: step_lib.Batch, check: bool) -> Any:
         plan = self.plan
         started = time.perf_counter()
         self.reporter.line("compiling the step; this takes a while and prints nothing")
         update = step_lib.make_train_step(
             plan.models[index], plan.optimizer, plan.stages[index].settings
         )
-        update = step_lib.compile_train_step(update, plan.abstract, batch, plan.mesh)
+        with self.checks.tracing() if check else contextlib.nullcontext():
+            update = step_lib.compile_train_step(update, plan.abstract, batch, plan.mesh)
         self.reporter.line(f"compiled in {time.perf_counter() - started:.1f} s")
         self.ledger.restart_clock()
         return update
 
-    def _update(self, update: Any, batch: step_lib.Batch, ids: np.ndarray, flops: float) -> None:
-        """Gives the device its next step."""
-        if self.train.profile_steps and self.step == self.train.profile_from:
+    def _update(self, update: Any, batch: step_lib.Batch) -> dict[str, Any]:
+        """Gives the device its next step; returns its metrics."""
+        if self.settings.profile_steps and self.step == self.settings.profile_from:
             jax.profiler.start_trace(str(self.workdir / "profile"))
             self.tracing = True
         self.state, metrics = update(self.state, batch)
         self.step += 1
-        self.ledger.add(Dispatched(self.step, metrics, ids, flops))
+        return metrics
 
     def _follow(
         self, index: int, iterator: TrainIterator, eval_step: Any, *, boundary: bool
     ) -> None:
         """Reads the numbers of the step before (or of this one), logs, saves, evaluates."""
-        step, train, every = self.step, self.train, self.evaluation.every
+        step, train, every = self.step, self.settings, self.evaluation.every
         last = step == train.steps
-        due_eval = last or bool(every and step % every == 0)
-        due_save = boundary or step % train.checkpoint_every == 0
+        stopping = self.stop.agreed(self.plan.mesh) and not last
+        due_eval = last or bool(every and step % every == 0 and not stopping)
+        due_save = boundary or stopping or step % train.checkpoint_every == 0
         # Every saved step is logged, so that a run that ends there knows its numbers.
         due_log = due_eval or due_save or step == 1 or step % train.log_every == 0
         trace_ends = self.tracing and step == train.profile_from + train.profile_steps
@@ -270,27 +338,44 @@ class _Run:
             row["optimizer_ms"] = step_lib.optimizer_milliseconds(self.plan.optimizer, self.state)
         # Saved before evaluating: what goes wrong there costs no training.
         if due_save:
-            self._save(iterator, row)
+            self._save(iterator, row, must=last or stopping)
         try:
             if due_eval:
                 row = row | self._evaluate(index, eval_step, last)
         finally:
             self.reporter.write(row)
+        if stopping:
+            started = time.perf_counter()
+            self.checkpoints.wait()
+            raise Stopped(
+                f"stopped by SIGTERM after step {step}, which is saved "
+                f"({time.perf_counter() - started:.1f} s); the same command goes on from there"
+            )
         self.ledger.restart_clock()
 
-    def _save(self, iterator: TrainIterator, row: dict[str, Any]) -> None:
-        self.checkpoints.save(
-            self.step,
-            params=self.state.params,
-            opt_state=self.state.opt_state,
-            meta={
-                "config": self.config,
-                "data": iterator.state(),
-                "tokenizer": self.plan.data[0].tokenizer.fingerprint,
-                "recent_ce": list(self.ledger.recent),
-                "row": row,
-            },
-        )
+    def _save(self, iterator: TrainIterator, row: dict[str, Any], *, must: bool) -> None:
+        """Starts to save; `must`: a failure ends the run, whatever it is configured to do."""
+        meta = {
+            "config": self.config,
+            "data": iterator.state(),
+            "tokenizer": self.plan.data[0].tokenizer.fingerprint,
+            "recent_ce": list(self.ledger.recent),
+            "left_out": sorted(self.left_out),
+            "row": row,
+        }
+        arrays = dict(params=self.state.params, opt_state=self.state.opt_state)
+        # The failure of the save before shows first: then this one is still to be done.
+        for _ in range(2):
+            try:
+                self.checkpoints.save(self.step, **arrays, meta=meta)
+                return
+            except SaveError as error:
+                alone = jax.process_count() == 1
+                if must or not alone or self.settings.on_save_error == "stop":
+                    raise
+                self.reporter.line(f"warning: {error}; training goes on without it")
+                if error.step == self.step:
+                    return
 
     def _evaluate(self, index: int, eval_step: Any, last: bool) -> dict[str, float]:
         numbers = closing.heldout(self.plan, index, eval_step, self.state.params)

@@ -7,8 +7,11 @@ workdir holds a checkpoint goes on from it; a finished one says so. On several h
 same command: with --config.mesh.distributed=True where JAX finds out about the cluster by itself
 (TPU pods, Slurm, Open MPI), elsewhere with --coordinator=HOST:PORT --processes=N --process=I.
 
-Exit status: 0 complete, 1 the run failed (the loss diverged), 2 the flags or the configuration are
-wrong, 130 interrupted.
+SIGTERM saves and ends the run; a second signal ends it at once, as Ctrl-C does.
+
+Exit status: 0 complete, 1 the run failed (the loss diverged, a checkpoint cannot be written), 2 the
+flags, the configuration or files are wrong, 75 stopped by SIGTERM with nothing lost, 130
+interrupted.
 """
 
 from __future__ import annotations
@@ -27,10 +30,13 @@ import jax
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
+from pallas_kernels.checks import KernelMismatch
 from train import loop
 from train.ledger import TrainingDiverged
 from train.metrics import ReportError
 from train.settings import closest, flatten
+from train.stopping import STATUS, Stop, Stopped
+from v41flash.checkpoints.orbax import SaveError
 from v41flash.errors import InputError
 
 _OVERRIDE = re.compile(r"--?(?:no)?config\.([^=]+)")
@@ -180,8 +186,13 @@ def main(arguments: Sequence[str]) -> int:
         flags.FLAGS.mark_as_parsed()
         if config.mesh.distributed or None not in cluster:
             _join_processes(cluster)
-        loop.run(config, workdir)
-    except (TrainingDiverged, ReportError) as error:
+        stop = Stop()
+        with stop.listening():
+            loop.run(config, workdir, stop)
+    except Stopped as error:
+        print(_one_line(error), file=sys.stderr)
+        return STATUS
+    except (KernelMismatch, TrainingDiverged, ReportError, SaveError) as error:
         print(f"training failed: {_one_line(error)}", file=sys.stderr)
         return 1
     except InputError as error:

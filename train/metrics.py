@@ -75,6 +75,16 @@ class Reporter:
                 total=last_step, initial=first_step, unit="step", dynamic_ncols=True, smoothing=0.1
             )
 
+    def rewind(self, step: int) -> None:
+        """Drops what was logged after `step`: those updates are about to be done again."""
+        if not self._active:
+            return
+        self._file.close()
+        truncate(self._path.parent, step)
+        self._file = open(self._path, "a", buffering=1)
+        if self._bar is not None:
+            self._bar.update(step - self._bar.n)
+
     def line(self, text: str) -> None:
         """Prints a line without breaking the progress bar."""
         if not self._active:

@@ -23,8 +23,12 @@ from train.data.stream import check_fingerprint
 from train.settings import Settings, SettingsError
 from v41flash import sharding
 from v41flash.checkpoints import workdirs
-from v41flash.checkpoints.orbax import Checkpoints
+from v41flash.checkpoints.orbax import Checkpoints, DamagedCheckpoint
+from v41flash.errors import InputError
 from v41flash.nn import ced
+
+# Folder of a run that they lie in.
+CHECKPOINTS = workdirs.CHECKPOINTS
 
 
 class Saved(NamedTuple):
@@ -66,19 +70,52 @@ class Plan:
         """Updates done before this process's first one."""
         return self.saved.step if self.saved else 0
 
+    def going_on_from(self, saved: Saved) -> Plan:
+        """The same run from a checkpoint on.
+
+        Raises:
+            InputError: it was made with other data.
+        """
+        made_in = stages_lib.stage_at(self.stages, saved.step - 1)
+        stream = saved.meta["data"]["fingerprint"]
+        check_fingerprint(stream, self.data[made_in].fingerprint)
+        return dataclasses.replace(self, saved=saved)
+
     def inference_model(self, index: int) -> ced.CED:
         """The model of a stage without the indexers' loss."""
         model = self.models[index]
         return ced.CED(model.config, model.kernels)
 
 
-def newest(workdir: Path) -> Saved | None:
-    """The newest complete checkpoint of a run folder."""
-    if not (workdir / "checkpoints").is_dir():
+def newest(workdir: Path, damaged: dict[int, str]) -> Saved | None:
+    """The newest checkpoint of a run folder whose note is what was saved.
+
+    Args:
+        workdir: the folder.
+        damaged: step -> what is wrong with its checkpoint. These are passed over; those found here
+            are added.
+
+    Raises:
+        InputError: there are checkpoints, but none that is intact.
+    """
+    if not (workdir / CHECKPOINTS).is_dir():
         return None
-    with Checkpoints(workdir / "checkpoints") as stored:
-        step = stored.latest_step()
-        return None if step is None else Saved(step, stored.meta(step))
+    with Checkpoints(workdir / CHECKPOINTS) as stored:
+        steps = stored.steps()
+        for step in reversed(steps):
+            if step in damaged:
+                continue
+            try:
+                return Saved(step, stored.meta(step))
+            except DamagedCheckpoint as error:
+                damaged[step] = str(error)
+    if steps:
+        first = damaged[steps[-1]]
+        raise InputError(
+            f"{workdir}: none of its checkpoints {steps} can be used; of the newest: {first}; to "
+            "start anew, move the folder away"
+        )
+    return None
 
 
 def prepare(stages: tuple[stages_lib.Stage, ...], workdir: Path, saved: Saved | None) -> Plan:
@@ -108,11 +145,8 @@ def prepare(stages: tuple[stages_lib.Stage, ...], workdir: Path, saved: Saved | 
             theirs = step_lib.abstract_params(model, mesh)
             stages_lib.check_same_parameters(stage, params, theirs)
     data = pipeline.from_sections([(s.settings.data, s.settings.model) for s in stages])
-    if saved is not None:
-        made_in = stages_lib.stage_at(stages, saved.step - 1)
-        stream = saved.meta["data"]["fingerprint"]
-        check_fingerprint(stream, data[made_in].fingerprint)
-    return Plan(stages, models, tuple(data), optimizer, mesh, abstract, saved)
+    plan = Plan(stages, models, tuple(data), optimizer, mesh, abstract, None)
+    return plan if saved is None else plan.going_on_from(saved)
 
 
 def _check_folder(workdir: Path) -> None:

@@ -35,6 +35,9 @@ FREE_ON_RESUME = (
     "train.peak_flops",
     "train.time_optimizer",
     "train.max_loss_spike",
+    "train.max_rewinds",
+    "train.on_save_error",
+    "train.check_kernels",
     "eval.",
     "mesh.",
     "kernels.",
@@ -50,7 +53,12 @@ class SettingsError(InputError):
 
 def _require(condition: bool, key: str, value: Any, right: str) -> None:
     if not condition:
-        raise SettingsError(f"{key} = {value!r}: must be {right}")
+        raise SettingsError(f"{key} = {_shown(value)}: must be {right}")
+
+
+def _shown(value: Any) -> str:
+    """In one line, as a section in place of a value is not."""
+    return " ".join(repr(value).split())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,6 +176,15 @@ class TrainSettings:
     # Stop when the cross entropy is this many nats above its recent median in this stage; 0: only
     # when the loss is not finite.
     max_loss_spike: float = 3.0
+    # Where the loss is not finite or too high: go back to the newest checkpoint and leave out the
+    # batch, so many times in a process; 0: stop.
+    max_rewinds: int = 0
+    # A checkpoint cannot be written (a full disk): "stop", or "continue" without it. The last one
+    # must be written. With several processes it always stops.
+    on_save_error: str = "stop"
+    # Steps at the start of a process in which every kernel is held against its reference, forward
+    # and backward, on the tensors that it is given (docs/reliability.md).
+    check_kernels: int = 0
     log_every: int = 10
     checkpoint_every: int = 100
     keep_checkpoints: int = 2
@@ -202,9 +219,17 @@ class TrainSettings:
             "profile_steps",
             "peak_flops",
             "max_loss_spike",
+            "max_rewinds",
+            "check_kernels",
         ):
             value = getattr(self, name)
             _require(0 <= value < math.inf, f"train.{name}", value, "at least 0, finite")
+        _require(
+            self.on_save_error in ("stop", "continue"),
+            "train.on_save_error",
+            self.on_save_error,
+            "'stop' or 'continue'",
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -316,16 +341,16 @@ def _section(kind: type, section: str, values: ConfigDict) -> Any:
             if isinstance(value, str):
                 names = tuple(name.strip() for name in value.split(","))
                 values[key] = names if len(names) > 1 else names[0]
-            if value is not None and not isinstance(value, bool):
+            if value is not None and key != "strict":
                 _check_implementation(key, values[key])
     for name, value in values.items():
         default = fields[name].default
         if isinstance(default, bool) != isinstance(value, bool) and default is not None:
-            raise SettingsError(f"{section}.{name} = {value!r}: must be like {default!r}")
+            raise SettingsError(f"{section}.{name} = {_shown(value)}: must be like {default!r}")
         if isinstance(default, (int, float)) and not isinstance(value, (int, float)):
-            raise SettingsError(f"{section}.{name} = {value!r}: must be a number")
+            raise SettingsError(f"{section}.{name} = {_shown(value)}: must be a number")
         if isinstance(default, int) and isinstance(value, float):
-            raise SettingsError(f"{section}.{name} = {value!r}: must be a whole number")
+            raise SettingsError(f"{section}.{name} = {_shown(value)}: must be a whole number")
     return kind(**values)
 
 
@@ -349,8 +374,8 @@ def _check_implementation(op: str, requested: Any) -> None:
             return
     everywhere = sorted(set.intersection(*(set(registry) for registry in _registries(op))))
     raise SettingsError(
-        f"kernels.{op} = {requested!r}: must be a name of {', '.join(everywhere)}, or several to "
-        f"be tried in order, separated by commas, of {', '.join(sorted(known))}"
+        f"kernels.{op} = {_shown(requested)}: must be a name of {', '.join(everywhere)}, or "
+        f"several to be tried in order, separated by commas, of {', '.join(sorted(known))}"
     )
 
 

@@ -21,6 +21,7 @@ from train.settings import Settings
 from v41flash import exchange, sharding
 from v41flash.config import ModelConfig
 from v41flash.nn import ced, moe
+from v41flash.nn.block import NONFINITE
 from v41flash.nn.vision import ImageBatch
 
 Batch = Mapping[str, jax.Array]
@@ -165,11 +166,13 @@ class Learned(NamedTuple):
     Attributes:
         gradients: like the parameters.
         router_load: tokens per expert, see `v41flash.nn.moe.update_router_bias`.
+        nonfinite: rows whose outputs of a layer are not finite, see `v41flash.nn.block`.
         metrics: f32 scalars by name.
     """
 
     gradients: Any
     router_load: Any
+    nonfinite: Any
     metrics: dict[str, jax.Array]
 
 
@@ -179,7 +182,7 @@ def _images(batch: Batch) -> ImageBatch | None:
     return ImageBatch(*(batch[f"image_{name}"] for name in ImageBatch._fields))
 
 
-def _model_outputs(model: ced.CED, params: Any, batch: Batch) -> tuple[ced.Outputs, Any]:
+def _model_outputs(model: ced.CED, params: Any, batch: Batch) -> tuple[ced.Outputs, Any, Any]:
     outputs, state = model.apply(
         {"params": params},
         batch["tokens"],
@@ -187,9 +190,9 @@ def _model_outputs(model: ced.CED, params: Any, batch: Batch) -> tuple[ced.Outpu
         batch["segment_ids"],
         batch["engram_rows"],
         _images(batch),
-        mutable=["router_load"],
+        mutable=["router_load", NONFINITE],
     )
-    return outputs, state["router_load"]
+    return outputs, state["router_load"], state[NONFINITE]
 
 
 def _cross_entropy(
@@ -253,6 +256,19 @@ def _split_norm(gradients: Any) -> tuple[jax.Array, jax.Array]:
     return optax.tree.norm(inside), optax.tree.norm(outside)
 
 
+def _nonfinite(learned: Learned) -> dict[str, Any]:
+    """Where numbers are none: rows by layer, and arrays of gradients by the parameters' group.
+
+    Squares are what the norms need anyway, so nothing is read once more.
+    """
+    gradients = {
+        group: sum(~jnp.isfinite(jnp.sum(jnp.square(leaf))) for leaf in jax.tree.leaves(tree))
+        for group, tree in learned.gradients.items()
+    }
+    layers = jax.tree.map(lambda rows: jnp.sum(rows, axis=-1), learned.nonfinite)
+    return {"layers": layers, "gradients": gradients}
+
+
 def make_gradients(model: ced.CED, settings: Settings) -> Any:
     """Builds the part of a step that knows of the data: losses and their gradients.
 
@@ -269,7 +285,7 @@ def make_gradients(model: ced.CED, settings: Settings) -> Any:
         """This microbatch's share of the step's loss: shares sum to exact means."""
         if train.freeze_vision:
             params = optimizer_lib.with_frozen_vision(params)
-        outputs, router_load = _model_outputs(model, params, batch)
+        outputs, router_load, nonfinite = _model_outputs(model, params, batch)
         counts = _counts(batch)
         entropy = _cross_entropy(params, outputs.hidden, batch, train.loss_chunk_tokens)
         ce = entropy.nats / totals["targets"]
@@ -284,12 +300,12 @@ def make_gradients(model: ced.CED, settings: Settings) -> Any:
             "accuracy": entropy.correct / totals["targets"],
             "max_main_kv": outputs.max_main_kv,
         }
-        return loss, (router_load, metrics)
+        return loss, (router_load, nonfinite, metrics)
 
     def part(params, batch, totals):
         gradient = jax.value_and_grad(share, has_aux=True)
-        (_, (router_load, metrics)), gradients = gradient(params, batch, totals)
-        return Learned(gradients, router_load, metrics)
+        (_, aux), gradients = gradient(params, batch, totals)
+        return Learned(gradients, *aux)
 
     def join(a: Learned, b: Learned) -> Learned:
         added = jax.tree.map(jnp.add, a, b)
@@ -365,13 +381,15 @@ def make_train_step(
         (TrainState, batch) -> (TrainState, metrics), metrics a dict of f32 scalars: loss = ce +
         balance_weight * balance + indexer_weight * indexer_kl, and accuracy, grad_norm (before the
         clip, without the indexers), indexer_grad_norm, learning_rate, padding, tokens,
-        max_main_kv, max_norm_weight.
+        max_main_kv, max_norm_weight; and under "nonfinite" what `train.ledger.origin` reads.
     """
     gradients = make_gradients(model, settings)
     update = make_update(optimizer, settings)
 
-    def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
-        return update(state, gradients(state.params, batch))
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
+        learned = gradients(state.params, batch)
+        state, metrics = update(state, learned)
+        return state, {**metrics, NONFINITE: _nonfinite(learned)}
 
     return step
 
@@ -442,7 +460,7 @@ def make_eval_step(
 
     @functools.partial(jax.jit, compiler_options=compiler_options)
     def step(params: Any, batch: Batch) -> losses.CrossEntropy:
-        outputs, _ = _model_outputs(model, params, batch)
+        outputs, _, _ = _model_outputs(model, params, batch)
         return _cross_entropy(params, outputs.hidden, batch, chunk_tokens)
 
     return step

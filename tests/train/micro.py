@@ -49,9 +49,10 @@ def model():
     )
 
 
-def config(folder: pathlib.Path) -> ConfigDict:
-    """A whole configuration over a corpus that is written to `folder`."""
-    write_corpus(folder / "text")
+def config(folder: pathlib.Path, *, write: bool = True) -> ConfigDict:
+    """A whole configuration over a corpus that is written to `folder`, or lies there already."""
+    if write:
+        write_corpus(folder / "text")
     result = _defaults.get_config(model())
     result.data.kind = "text"
     result.data.path = str(folder / "text")

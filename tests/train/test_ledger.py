@@ -5,7 +5,18 @@ import math
 import numpy as np
 import pytest
 
+from tests.train import micro
+from train import origin
 from train.ledger import Dispatched, Ledger, TrainingDiverged
+from v41flash import presets
+
+_MODEL = micro.model()
+
+
+def _nonfinite():
+    """Of a step of the two layers of `_MODEL` in which all is finite."""
+    layers = {f"group_{i}": {"first": {"attention": 0, "experts": 0}} for i in range(2)}
+    return {"layers": layers, "gradients": dict.fromkeys(("embed", *layers, "norm", "head"), 0)}
 
 
 def _step(step, loss=2.0, **values):
@@ -18,11 +29,12 @@ def _step(step, loss=2.0, **values):
         **values,
     }
     metrics = {name: np.float32(value) for name, value in metrics.items()}
-    return Dispatched(step, metrics, np.array([[7, 8, -1], [9, -1, -1]]), flops=1e6)
+    metrics["nonfinite"] = _nonfinite()
+    return Dispatched(step, step - 1, metrics, np.array([[7, 8, -1], [9, -1, -1]]), flops=1e6)
 
 
 def test_it_reads_all_but_the_newest_steps():
-    ledger = Ledger(3.0)
+    ledger = Ledger(_MODEL, 3.0)
     ledger.add(_step(1, 5.0))
     assert ledger.settle(keep=1) is None
     ledger.add(_step(2, 4.0))
@@ -47,16 +59,17 @@ def test_it_reads_all_but_the_newest_steps():
     ],
 )
 def test_numbers_that_are_not_finite_stop_the_run(name, value):
-    ledger = Ledger(0.0)
+    ledger = Ledger(_MODEL, 0.0)
     ledger.add(_step(1))
     ledger.add(_step(2, **{name: value}))
     with pytest.raises(TrainingDiverged, match=f"step 2: {name} is .*7, 8, 9$") as caught:
         ledger.settle()
     assert "\n" not in str(caught.value)
+    assert (caught.value.step, caught.value.batch) == (2, 1)
 
 
 def test_a_jump_of_the_loss_stops_the_run_once_there_is_a_history():
-    ledger = Ledger(3.0)
+    ledger = Ledger(_MODEL, 3.0)
     ledger.add(_step(1, 50.0))
     for step in range(2, 10):
         ledger.add(_step(step, 2.0))
@@ -68,18 +81,18 @@ def test_a_jump_of_the_loss_stops_the_run_once_there_is_a_history():
 
 
 def test_the_history_can_be_carried_over():
-    first = Ledger(3.0)
+    first = Ledger(_MODEL, 3.0)
     for step in range(40):
         first.add(_step(step, 2.0))
     first.settle()
-    second = Ledger(3.0, list(first.recent))
+    second = Ledger(_MODEL, 3.0, list(first.recent))
     second.add(_step(41, 9.0))
     with pytest.raises(TrainingDiverged):
         second.settle()
 
 
 def test_only_the_cross_entropy_of_this_stage_is_compared():
-    ledger = Ledger(3.0)
+    ledger = Ledger(_MODEL, 3.0)
     for step in range(1, 11):
         ledger.add(_step(step, 2.0))
     ledger.add(_step(11, 50.0, ce=2.0))
@@ -91,8 +104,37 @@ def test_only_the_cross_entropy_of_this_stage_is_compared():
 
 
 def test_many_documents_are_counted():
-    ledger = Ledger(3.0)
+    ledger = Ledger(_MODEL, 3.0)
     bad = _step(1, math.nan)
-    ledger.add(Dispatched(1, bad.metrics, np.arange(100)[None], 0.0))
+    ledger.add(Dispatched(1, 0, bad.metrics, np.arange(100)[None], 0.0))
     with pytest.raises(TrainingDiverged, match="62, 63 and 36 more$"):
         ledger.settle()
+
+
+def test_where_it_begins():
+    found = _nonfinite()
+    assert origin.describe(_MODEL, found) == "all outputs of layers and all gradients are finite"
+    # Backward: the loss back to what is not finite any more.
+    found["gradients"] |= {"embed": 1, "group_0": 7}
+    assert origin.describe(_MODEL, found).endswith("not in group_0, embed (from the loss back)")
+    found["layers"]["group_1"]["first"]["experts"] = np.int32(3)
+    text = "the first outputs that are not finite are those of group_1, experts (layer 1)"
+    assert origin.describe(_MODEL, found) == text
+
+
+def test_layers_of_scanned_groups_are_counted():
+    """Every single layer of a model with units and Reuse layers is named when it is the first."""
+    model = presets.tiny()
+    for wrong in range(model.num_hidden_layers):
+        layers = {}
+        for group in model.groups:
+            size = 1 + group.reuse
+            bad = np.arange(group.start, group.start + group.num_layers) >= wrong
+            bad = bad.reshape(group.repeats, size).astype(np.int32)
+            place = slice(None) if group.repeats > 1 else 0
+            layers[group.name] = {
+                "first": {"attention": bad[place, 0], "experts": bad[place, 0]},
+                "reuse": {"attention": bad[place, 1:], "experts": bad[place, 1:]},
+            }
+        text = origin.describe(model, {"layers": layers, "gradients": {}})
+        assert text.endswith(f", attention (layer {wrong})")

@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import resource
 import shutil
 
 import jax
@@ -17,7 +18,8 @@ from train import step as step_lib
 from train.data import pipeline
 from train.ledger import TrainingDiverged
 from train.settings import SettingsError
-from v41flash.checkpoints.orbax import Checkpoints
+from train.stopping import Stop, Stopped
+from v41flash.checkpoints.orbax import Checkpoints, SaveError
 from v41flash.errors import InputError
 
 # Wall-clock numbers and what only evaluated steps have.
@@ -241,7 +243,9 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_it_is_saved(
     with pytest.raises(TrainingDiverged) as caught:
         loop.run(config, tmp_path)
     message = str(caught.value)
-    assert message.startswith("step 6: loss is nan; document ids of its batch: ")
+    assert message.startswith("step 6: loss is nan; all outputs of layers are finite; gradients ")
+    assert " not in head, norm, group_1, group_0, embed (from the loss back); " in message
+    assert "; document ids of its batch: " in message
     assert f"last good checkpoint: step 4 in {tmp_path / 'checkpoints'}" in message
     assert "\n" not in message
     with Checkpoints(tmp_path / "checkpoints") as checkpoints:
@@ -253,3 +257,164 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_it_is_saved(
     monkeypatch.setattr(loop, "run", fail)
     assert main_lib.main(["--config=configs/quickstart.py", f"--workdir={tmp_path}"]) == 1
     assert capsys.readouterr().err.startswith("training failed: step 6: loss is nan")
+
+
+def _damage(folder):
+    """Flips a bit in the middle of the largest file of parameters."""
+    files = [path for path in (folder / "params").rglob("*") if path.is_file()]
+    path = max(files, key=lambda path: path.stat().st_size)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+
+
+@pytest.mark.slow
+def test_the_newest_intact_checkpoint_is_used(straight, folder, tmp_path, capsys):
+    """Of steps 2, 4, 6 the last is damaged in its arrays, the one before in its note."""
+    config = _config(folder, steps=6, checkpoint_every=2, indexer_warmup_steps=0)
+    config.train.keep_checkpoints = 3
+    workdir = tmp_path / "run"
+    loop.run(config, workdir)
+    expected = _rows(workdir)
+    shutil.copytree(workdir, tmp_path / "hopeless")
+    _damage(workdir / "checkpoints" / "6")
+    note = workdir / "checkpoints" / "4" / "meta" / "metadata"
+    note.write_text(note.read_text().replace('"step": 4', '"step": 5'))
+    config.train.steps = 7
+    capsys.readouterr()
+    loop.run(config, workdir)
+    printed = capsys.readouterr()
+    assert "going on from step 2" in printed.out
+    warnings = [line for line in printed.err.splitlines() if line.startswith("warning: ")]
+    assert [line.partition(": ")[2].partition(": ")[0] for line in warnings] == [
+        f"checkpoint {workdir / 'checkpoints' / step}" for step in ("4", "6")
+    ]
+    assert "note does not have the recorded checksum" in warnings[0]
+    assert "values of 1 arrays of params are not what was saved: " in warnings[1]
+    assert sorted(path.name for path in (workdir / "damaged").iterdir()) == ["4", "6"]
+    # The last row of the shorter run has the held-out numbers of its end.
+    for now, before in zip(_rows(workdir)[:6], expected, strict=True):
+        assert now == {key: value for key, value in before.items() if key in now}
+    with Checkpoints(workdir / "checkpoints") as checkpoints:
+        assert checkpoints.steps() == [4, 6, 7]
+
+    # Where none is intact nothing is moved, and training does not begin anew by itself.
+    hopeless = tmp_path / "hopeless"
+    for step in ("2", "4", "6"):
+        _damage(hopeless / "checkpoints" / step)
+    before = {path: path.stat().st_mtime_ns for path in hopeless.rglob("*") if path.is_file()}
+    with pytest.raises(InputError, match=r"none of its checkpoints \[2, 4, 6\] can be used") as e:
+        loop.run(config, hopeless)
+    assert "\n" not in str(e.value) and "values of 1 arrays" in str(e.value)
+    after = {path: path.stat().st_mtime_ns for path in hopeless.rglob("*") if path.is_file()}
+    assert after == before
+
+
+@pytest.mark.slow
+def test_going_back_and_leaving_a_batch_out(folder, tmp_path, monkeypatch, capsys):
+    """Batches 4 and 6 are bad: two rewinds; a process that comes later leaves them out too."""
+    original = pipeline.TrainIterator.__next__
+
+    def poison(self):
+        number = self.step
+        batch = original(self)
+        if number in (4, 6):
+            batch["loss_mask"] = batch["loss_mask"] * np.float32(np.nan)
+        return batch
+
+    monkeypatch.setattr(pipeline.TrainIterator, "__next__", poison)
+    config = _config(folder, checkpoint_every=2, indexer_warmup_steps=0, max_rewinds=2)
+    config.eval.every = 0
+    loop.run(config, tmp_path / "run")
+    out = capsys.readouterr().out
+    assert "step 5: loss is nan" in out and "going back to step 4 and leaving the batch out" in out
+    assert "step 6: loss is nan" in out and "(0 more times allowed)" in out
+    rows = _rows(tmp_path / "run")
+    assert [row["step"] for row in rows] == list(range(1, 9))
+    assert all(np.isfinite(row["loss"]) for row in rows)
+
+    with monkeypatch.context() as patch:
+        # Batches that were left out, from the start.
+        def skip(self):
+            while self.step in (4, 6):
+                original(self)
+            return original(self)
+
+        patch.setattr(pipeline.TrainIterator, "__next__", skip)
+        config.train.max_rewinds = 0
+        loop.run(config, tmp_path / "skipped")
+        assert _rows(tmp_path / "skipped") == rows
+
+    # From step 4 on, as a process that was stopped there.
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "8")
+    loop.run(config, tmp_path / "run")
+    assert "going on from step 6" in capsys.readouterr().out
+    assert _rows(tmp_path / "run") == rows
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("then", ["stop", "continue"])
+def test_a_checkpoint_that_cannot_be_written(folder, tmp_path, monkeypatch, capsys, then):
+    """Step 4 of 2, 4, 6 meets a full disk (a limit on the size of files)."""
+    original = Checkpoints.save
+
+    def save(self, step, **arrays):
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4000 if step == 4 else soft, hard))
+        try:
+            original(self, step, **arrays)
+            if step == 4:
+                self._manager.wait_until_finished()
+        except ValueError as error:
+            raise self._failed(error) from error
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    monkeypatch.setattr(Checkpoints, "save", save)
+    config = _config(folder, steps=6, checkpoint_every=2, indexer_warmup_steps=0)
+    config.train.on_save_error = then
+    name = tmp_path / "checkpoints" / "4"
+    if then == "stop":
+        with pytest.raises(SaveError, match=f"checkpoint {name} cannot be written: ") as caught:
+            loop.run(config, tmp_path)
+        assert "\n" not in str(caught.value)
+        saved = [2]
+    else:
+        loop.run(config, tmp_path)
+        warning = f"warning: checkpoint {name} cannot be written: "
+        out = capsys.readouterr().out
+        assert warning in out and "training goes on without it" in out
+        saved = [2, 6]
+    with Checkpoints(tmp_path / "checkpoints") as checkpoints:
+        assert checkpoints.steps() == saved
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == [str(s) for s in saved]
+    # The same command goes on, or has nothing to do.
+    monkeypatch.undo()
+    loop.run(config, tmp_path)
+    assert [row["step"] for row in _rows(tmp_path)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_request_to_stop(straight, folder, tmp_path, monkeypatch):
+    """Asked in the middle of step 5: it is saved, and the run goes on from there."""
+    original, stop = pipeline.TrainIterator.__next__, Stop()
+
+    def ask(self):
+        stop.requested = stop.requested or self.step == 4
+        return original(self)
+
+    config = _config(folder)
+    with monkeypatch.context() as patch:
+        patch.setattr(pipeline.TrainIterator, "__next__", ask)
+        with pytest.raises(Stopped, match="stopped by SIGTERM after step 5, which is saved"):
+            loop.run(config, tmp_path, stop)
+    with Checkpoints(tmp_path / "checkpoints") as checkpoints:
+        assert checkpoints.steps() == [3, 5]
+    config.eval.byte_ngram = True
+    loop.run(config, tmp_path)
+    assert _rows(tmp_path) == _rows(straight)
+
+    def stopped(*_):
+        raise Stopped("stopped by SIGTERM")
+
+    monkeypatch.setattr(loop, "run", stopped)
+    assert main_lib.main(["--config=configs/quickstart.py", f"--workdir={tmp_path}"]) == 75

@@ -374,7 +374,8 @@ def _read_parquet(path: Path, fields: Fields, skipped: Skipped) -> _Items:
                     named = dict(zip(columns, row, strict=True))
                     yield from _row(f"{path}:{number}", named, fields, skipped)
                     number += 1
-    except (OSError, pyarrow.ArrowException):
+    # Damaged names of columns are no UTF-8.
+    except (OSError, UnicodeError, pyarrow.ArrowException):
         skipped.add("unreadable files", str(path))
 
 

@@ -209,7 +209,10 @@ def open_store(folder: str | Path) -> Store:
         if size <= _CHECKSUM_LIMIT and _checksum(path) != recorded["checksum"]:
             raise damaged(f"{path.name} does not have the recorded checksum")
         mode = "r" if name in ("tokens", "image_bytes") else None
-        arrays[name] = np.load(path, mmap_mode=mode, allow_pickle=False)
+        try:
+            arrays[name] = np.load(path, mmap_mode=mode, allow_pickle=False)
+        except ValueError as error:  # a pickle, say, which is never opened
+            raise damaged(f"{path.name} is no plain array ({error})") from error
     image_arrays = {name: arrays.pop(name) for name in [*arrays] if name in ARRAYS}
     expected = {"tokens", *_SMALL_ARRAYS}
     if set(arrays) - {_PROMPTS} != expected or len(image_arrays) not in (0, len(ARRAYS)):

@@ -2,31 +2,85 @@
 
     <directory>/<step>/params      the parameter tree
     <directory>/<step>/opt_state   the optimizer's state
-    <directory>/<step>/meta        JSON: configuration, data position, whatever the caller keeps
+    <directory>/<step>/meta        JSON: configuration, data position, whatever the caller keeps,
+                                   and the checksums of all values
 
 Parameters are an item of their own, so that evaluation reads them without knowing the optimizer. A
-step's folder gets its name only when everything in it is written.
+step's folder gets its name only when everything in it is written. What is read is held against the
+checksums (`v41flash.checkpoints.checksums`): it is what was saved, or the checkpoint is named.
 """
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
+import jax
 import orbax.checkpoint as ocp
+
+from v41flash.checkpoints import checksums
+from v41flash.errors import InputError
+
+_SUMS = "checksums"
+_SHOWN = 3
+# Libraries add pages of their own settings to what was wrong.
+_LONGEST_REASON = 240
+
+
+class DamagedCheckpoint(InputError):
+    """A checkpoint that cannot be read, or does not hold what was saved; one line.
+
+    Attributes:
+        step: of the checkpoint.
+    """
+
+    def __init__(self, step: int, text: str):
+        """`text` is the whole line."""
+        super().__init__(text)
+        self.step = step
+
+
+class SaveError(RuntimeError):
+    """A checkpoint that could not be written; the text is one line for the user.
+
+    Attributes:
+        step: of the checkpoint.
+    """
+
+    def __init__(self, step: int, text: str):
+        """`text` is the whole line."""
+        super().__init__(text)
+        self.step = step
+
+
+def _reason(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    if len(text) > _LONGEST_REASON:
+        text = text[:_LONGEST_REASON] + "..."
+    return f"{type(error).__name__}: {text}"
 
 
 class Checkpoints:
     """The checkpoints under one folder. Close it (or use `with`) to finish pending saves."""
 
-    def __init__(self, directory: str | Path, *, keep: int | None = None):
-        """Opens (and creates) a folder; only the `keep` newest steps stay in it (None: all)."""
+    def __init__(self, directory: str | Path, *, keep: int | None = None, writes: bool = False):
+        """Opens (and creates) a folder.
+
+        Args:
+            directory: the folder.
+            keep: only so many of the newest steps stay in it; None: all.
+            writes: this is the one who saves here: what an interrupted save has left is removed.
+        """
         self._directory = Path(directory).absolute()
         self._manager = ocp.CheckpointManager(
             self._directory,
             item_names=("params", "opt_state", "meta"),
-            options=ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=True),
+            options=ocp.CheckpointManagerOptions(
+                max_to_keep=keep, enable_async_checkpointing=True, cleanup_tmp_directories=writes
+            ),
         )
+        self._saving: int | None = None
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -46,24 +100,71 @@ class Checkpoints:
         """Starts saving. Returns once the arrays are copied: they may be donated afterwards.
 
         Args:
-            step: updates done.
+            step: updates done; more than those of any checkpoint in the folder.
             params: tree of arrays.
             opt_state: tree of arrays.
             meta: JSON values.
+
+        Raises:
+            SaveError: this or the save before has failed.
         """
-        self._manager.save(
-            step,
-            args=ocp.args.Composite(
-                params=ocp.args.StandardSave(params),
-                opt_state=ocp.args.StandardSave(opt_state),
-                meta=ocp.args.JsonSave(meta),
-            ),
-        )
+        self.wait()
+        sums = {"params": checksums.of_tree(params), "opt_state": checksums.of_tree(opt_state)}
+        self._saving = step
+        try:
+            begun = self._manager.save(
+                step,
+                args=ocp.args.Composite(
+                    params=ocp.args.StandardSave(params),
+                    opt_state=ocp.args.StandardSave(opt_state),
+                    meta=ocp.args.JsonSave(checksums.sealed({**meta, _SUMS: sums})),
+                ),
+            )
+        except Exception as error:
+            raise self._failed(error) from error
+        if not begun:
+            raise ValueError(f"step {step}: {self._directory} has {self.steps()} already")
+
+    def _failed(self, error: Exception) -> SaveError:
+        step, self._saving = self._saving, None
+        # The manager counts what it has begun. What has been written of it may be what fills the
+        # disk; where other processes still write, it stays until the next start.
+        self._manager.reload()
+        if jax.process_count() == 1:
+            for left in self._directory.glob(f"{step}.*"):
+                shutil.rmtree(left, ignore_errors=True)
+        folder = self._directory / str(step)
+        return SaveError(step, f"checkpoint {folder} cannot be written: {_reason(error)}")
+
+    def _damaged(self, step: int, reason: str) -> DamagedCheckpoint:
+        return DamagedCheckpoint(step, f"checkpoint {self._directory / str(step)}: {reason}")
 
     def meta(self, step: int) -> dict[str, Any]:
-        """The JSON note of a checkpoint."""
-        restored = self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))
-        return restored["meta"]
+        """The JSON note of a checkpoint.
+
+        Raises:
+            DamagedCheckpoint: it cannot be read, or is not what was saved.
+        """
+        return self._read(step, {})[0]
+
+    def _read(self, step: int, items: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """(the note, the items), all checked."""
+        try:
+            restored = self._manager.restore(
+                step, args=ocp.args.Composite(meta=ocp.args.JsonRestore(), **items)
+            )
+            note = checksums.unsealed(restored["meta"])
+        except Exception as error:  # whatever a library says of files that are not right
+            raise self._damaged(step, f"cannot be read: {_reason(error)}") from error
+        stored = note.pop(_SUMS, {})
+        for item in items:
+            found = checksums.of_tree(restored[item])
+            wrong = checksums.differing(stored.get(item, {}), found)
+            if wrong:
+                names = ", ".join(wrong[:_SHOWN]) + (", ..." if len(wrong) > _SHOWN else "")
+                reason = f"values of {len(wrong)} arrays of {item} are not what was saved: {names}"
+                raise self._damaged(step, reason)
+        return note, restored
 
     def restore(self, step: int, *, params: Any, opt_state: Any) -> tuple[Any, Any]:
         """Reads a checkpoint onto the shardings of the given abstract trees.
@@ -77,28 +178,38 @@ class Checkpoints:
             (params, opt_state).
 
         Raises:
-            ValueError: shapes or structure differ from what was saved.
+            DamagedCheckpoint: it cannot be read as this, or is not what was saved.
         """
-        restored = self._manager.restore(
-            step,
-            args=ocp.args.Composite(
-                params=ocp.args.StandardRestore(params),
-                opt_state=ocp.args.StandardRestore(opt_state),
-            ),
-        )
+        items = {
+            "params": ocp.args.StandardRestore(params),
+            "opt_state": ocp.args.StandardRestore(opt_state),
+        }
+        _, restored = self._read(step, items)
         return restored["params"], restored["opt_state"]
 
     def restore_params(self, step: int, params: Any) -> Any:
         """Reads the parameters alone, onto the shardings of an abstract tree; see `restore`."""
-        restored = self._manager.restore(
-            step, args=ocp.args.Composite(params=ocp.args.StandardRestore(params))
-        )
-        return restored["params"]
+        return self._read(step, {"params": ocp.args.StandardRestore(params)})[1]["params"]
 
     def wait(self) -> None:
-        """Returns when pending saves are complete."""
-        self._manager.wait_until_finished()
+        """Returns when pending saves are complete.
+
+        Raises:
+            SaveError: one could not be written.
+        """
+        try:
+            self._manager.wait_until_finished()
+        except Exception as error:
+            raise self._failed(error) from error
+        self._saving = None
 
     def close(self) -> None:
-        """Finishes pending saves and frees the background threads."""
-        self._manager.close()
+        """Finishes pending saves and frees the background threads.
+
+        Raises:
+            SaveError: as `wait`.
+        """
+        try:
+            self._manager.close()
+        except Exception as error:
+            raise self._failed(error) from error

@@ -19,6 +19,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore as ts
 
+from v41flash.checkpoints import checksums
 from v41flash.checkpoints.leaves import chunks
 from v41flash.checkpoints.names import insert
 from v41flash.errors import InputError
@@ -75,7 +76,8 @@ def _write_structure(directory: Path, arrays: list[Array], meta: dict[str, Any])
         options=ocp.CheckpointManagerOptions(enable_async_checkpointing=False),
     ) as manager:
         items = {item: ocp.args.PyTreeSave(tree) for item, tree in trees.items()}
-        manager.save(0, args=ocp.args.Composite(**items, **{_META: ocp.args.JsonSave(meta)}))
+        items[_META] = ocp.args.JsonSave(checksums.sealed(meta))
+        manager.save(0, args=ocp.args.Composite(**items))
 
 
 def _fill(folder: Path, array: Array) -> None:

@@ -22,6 +22,11 @@ from v41flash.nn.moe import MoE
 # and the shared cache is read by other layers anyway.
 _KEEP = jax.checkpoint_policies.save_only_these_names("selection", "shared_kv")
 
+# Collection of which rows of a layer's outputs are not finite.
+NONFINITE = "nonfinite"
+# What layers leave beside their results, stacked where they are scanned.
+RECORDS = {"router_load": 0, NONFINITE: 0, "intermediates": 0}
+
 
 class Carry(NamedTuple):
     """State that runs through the layers of a unit.
@@ -105,15 +110,32 @@ class Block(nn.Module):
         """
         attention = self.attn(x, shared, context, carry.memory)
         self.sow("intermediates", "attn_out", attention.out)
+        self._record("attention", attention.out, context)
         x, residual = self.hc_ffn(carry.residual._replace(out=attention.out))
         out, balance_loss = self.ffn(x, context)
         self.sow("intermediates", "ffn_out", out)
+        self._record("experts", out, context)
         lesson = attention.lesson
         if carry.lesson is not None:
             lesson = jax.tree.map(jnp.add, carry.lesson, lesson)
         aux = LayerAux(balance_loss, jnp.zeros(()), attention.max_main_kv)
         made = None if self.spec.mode == "reuse" else attention.shared
         return Carry(residual._replace(out=out), lesson, attention.memory), (aux, made)
+
+    def _record(self, name: str, out: jax.Array, context: Context) -> None:
+        """Leaves, where `NONFINITE` is asked for, int32 [B]: does a row hold numbers that are none?
+
+        By row, so that on a mesh the layers need not wait for each other's sums.
+        """
+        if self.is_mutable_collection(NONFINITE) and not self.is_initializing():
+            bad = jnp.any(~jnp.isfinite(out) & context.valid[..., None], axis=(1, 2))
+            self.sow(
+                NONFINITE,
+                name,
+                bad.astype(jnp.int32),
+                init_fn=lambda: 0,
+                reduce_fn=lambda _, new: new,
+            )
 
     def __call__(
         self, carry: Carry, shared: SharedKV | None, context: Context
@@ -147,7 +169,7 @@ class Unit(nn.Module):
         if self.group.reuse:
             scanned = nn.scan(
                 self._block(in_loop=True),
-                variable_axes={"params": 0, "router_load": 0, "intermediates": 0},
+                variable_axes={"params": 0, **RECORDS},
                 split_rngs={"params": True},
                 in_axes=(nn.broadcast, nn.broadcast),
                 length=self.group.reuse,

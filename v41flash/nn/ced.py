@@ -17,7 +17,7 @@ from v41flash.config_checks import DOCUMENT_ALIGNMENT as ALIGNMENT
 from v41flash.image_rows import TEXT
 from v41flash.kernels import Kernels
 from v41flash.nn import ops
-from v41flash.nn.block import LayerAux, Unit
+from v41flash.nn.block import RECORDS, LayerAux, Unit
 from v41flash.nn.context import make_context
 from v41flash.nn.engram import prefetch
 from v41flash.nn.linear import contract
@@ -159,7 +159,7 @@ class CED(nn.Module):
             return residual, aux, made
         scanned = nn.scan(
             Unit,
-            variable_axes={"params": 0, "router_load": 0, "intermediates": 0},
+            variable_axes={"params": 0, **RECORDS},
             split_rngs={"params": True},
             in_axes=(nn.broadcast, nn.broadcast),
             length=group.repeats,

@@ -1,0 +1,86 @@
+"""SIGTERM is a request, a second signal the end; several processes stop together."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import pytest
+
+from train import stopping
+
+_WAITS = """
+import time
+from train.stopping import Stop
+stop = Stop()
+with stop.listening():
+    print("ready", flush=True)
+    while not stop.requested:
+        time.sleep(0.01)
+    print("asked", flush=True)
+    {then}
+print("listened", flush=True)
+time.sleep(60)
+"""
+
+
+def _start(then):
+    process = subprocess.Popen(
+        [sys.executable, "-c", _WAITS.format(then=then)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.stdout.readline() == "asked\n"
+    return process
+
+
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_the_process_at_once(second):
+    # In one call that never returns to Python, as a compilation does not for minutes.
+    process = _start("import numpy; numpy.linalg.svd(numpy.ones((20000, 20000)))")
+    time.sleep(0.1)
+    began = time.monotonic()
+    process.send_signal(second)
+    _, error = process.communicate(timeout=30)
+    assert time.monotonic() - began < 10
+    assert process.returncode == 128 + second
+    assert error == "SIGTERM: saving after this step\na second signal: not waiting any longer\n"
+
+
+def test_afterwards_signals_are_as_before():
+    process = _start("")
+    assert process.stdout.readline() == "listened\n"
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=30)
+    assert process.returncode == -signal.SIGTERM
+
+
+def test_a_request_before_the_first_step():
+    stop = stopping.Stop()
+    stop.before_anything()
+    with stop.listening():
+        os.kill(os.getpid(), signal.SIGTERM)
+        while not stop.requested:
+            time.sleep(0.001)
+    with pytest.raises(stopping.Stopped, match="there is nothing to save"):
+        stop.before_anything()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_processes_agree_one_update_later(monkeypatch):
+    """Of several processes each reads what all of them said with the update before."""
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    mesh = jax.make_mesh((1,), ("data",))
+    one, other = stopping.Stop(), stopping.Stop()
+    assert not one.agreed(mesh) and not other.agreed(mesh)
+    one.requested = True
+    assert not one.agreed(mesh)
+    assert one.agreed(mesh)
+    assert not other.agreed(mesh)
+    # What happens before the first step is theirs to agree on, too.
+    one.before_anything()
