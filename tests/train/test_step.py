@@ -52,6 +52,7 @@ class _Run:
             )
             shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract)
             state, values = compiled(jax.device_put(self.start, shardings), self.batch)
+        del values["nonfinite"]
         return jax.device_get(state), jax.device_get(values)
 
 
