@@ -381,7 +381,7 @@ def make_train_step(
         (TrainState, batch) -> (TrainState, metrics), metrics a dict of f32 scalars: loss = ce +
         balance_weight * balance + indexer_weight * indexer_kl, and accuracy, grad_norm (before the
         clip, without the indexers), indexer_grad_norm, learning_rate, padding, tokens,
-        max_main_kv, max_norm_weight; and under "nonfinite" what `train.ledger.origin` reads.
+        max_main_kv, max_norm_weight; and under "nonfinite" what `train.origin` reads.
     """
     gradients = make_gradients(model, settings)
     update = make_update(optimizer, settings)

@@ -41,8 +41,12 @@ def _start(then):
 
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_signal_ends_the_process_at_once(second):
-    # In one call that never returns to Python, as a compilation does not for minutes.
-    process = _start("import numpy; numpy.linalg.svd(numpy.ones((20000, 20000)))")
+    # In one call that never returns to Python, as a compilation does not for minutes: a lock (of
+    # zeros: the initial value on Linux) that is taken twice.
+    process = _start(
+        "import ctypes; lock = ctypes.create_string_buffer(64); "
+        "take = ctypes.CDLL(None).pthread_mutex_lock; take(lock); take(lock)"
+    )
     time.sleep(0.1)
     began = time.monotonic()
     process.send_signal(second)
