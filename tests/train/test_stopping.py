@@ -1,5 +1,6 @@
 """SIGTERM is a request, a second signal the end; several processes stop together."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -11,8 +12,10 @@ import pytest
 
 from train import stopping
 
+# A process in the background of a script ignores SIGINT, and so do those that it starts.
 _WAITS = """
-import time
+import signal, time
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from train.stopping import Stop
 stop = Stop()
 with stop.listening():
@@ -26,41 +29,48 @@ time.sleep(60)
 """
 
 
-def _start(then):
+@contextlib.contextmanager
+def _asked(then):
+    """A process that has got SIGTERM and does something then."""
     process = subprocess.Popen(
         [sys.executable, "-c", _WAITS.format(then=then)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
-    assert process.stdout.readline() == "ready\n"
-    process.send_signal(signal.SIGTERM)
-    assert process.stdout.readline() == "asked\n"
-    return process
+    try:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout.readline() == "asked\n"
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
 
 
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_signal_ends_the_process_at_once(second):
     # In one call that never returns to Python, as a compilation does not for minutes: a lock (of
     # zeros: the initial value on Linux) that is taken twice.
-    process = _start(
+    never = (
         "import ctypes; lock = ctypes.create_string_buffer(64); "
         "take = ctypes.CDLL(None).pthread_mutex_lock; take(lock); take(lock)"
     )
-    time.sleep(0.1)
-    began = time.monotonic()
-    process.send_signal(second)
-    _, error = process.communicate(timeout=30)
+    with _asked(never) as process:
+        time.sleep(0.1)
+        began = time.monotonic()
+        process.send_signal(second)
+        _, error = process.communicate(timeout=30)
     assert time.monotonic() - began < 10
     assert process.returncode == 128 + second
     assert error == "SIGTERM: saving after this step\na second signal: not waiting any longer\n"
 
 
 def test_afterwards_signals_are_as_before():
-    process = _start("")
-    assert process.stdout.readline() == "listened\n"
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=30)
+    with _asked("") as process:
+        assert process.stdout.readline() == "listened\n"
+        process.send_signal(signal.SIGTERM)
+        process.wait(timeout=30)
     assert process.returncode == -signal.SIGTERM
 
 

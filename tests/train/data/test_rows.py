@@ -1,5 +1,6 @@
 """Any bytes in JSONL files, any columns in Parquet files: documents, or counted as skipped."""
 
+import functools
 import gzip
 import json
 import os
@@ -12,6 +13,13 @@ from hypothesis import strategies as st
 
 from train.data import sources
 
+_fixed = functools.partial(
+    settings,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
 _JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
@@ -65,13 +73,7 @@ def _texts(lines):
 
 @pytest.mark.parametrize("examples", [40, pytest.param(1500, marks=pytest.mark.slow)])
 def test_any_lines_are_rows_or_counted(tmp_path, examples):
-    @settings(
-        max_examples=examples,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-    )
+    @_fixed(max_examples=examples)
     @given(st.lists(_LINES.filter(lambda line: b"\n" not in line), max_size=6), st.booleans())
     def check(lines, packed):
         path = tmp_path / ("rows.jsonl.gz" if packed else "rows.jsonl")
@@ -95,13 +97,7 @@ _COLUMNS = st.one_of(
 
 @pytest.mark.parametrize("examples", [25, pytest.param(800, marks=pytest.mark.slow)])
 def test_any_columns_are_rows_or_counted(tmp_path, examples):
-    @settings(
-        max_examples=examples,
-        deadline=None,
-        derandomize=True,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-    )
+    @_fixed(max_examples=examples)
     @given(_COLUMNS, st.sampled_from(["text", "other"]), st.integers(0, 400), st.booleans())
     def check(values, name, place, damage):
         path = tmp_path / "rows.parquet"
