@@ -1,5 +1,7 @@
 """One update: accumulation, the layout over devices, what the state looks like after it."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 from tests.train import micro
 from tests.v41flash.nn.samples import QUICK_COMPILE
 from train import optimizer as optimizer_lib
+from train import origin
 from train import settings as settings_lib
 from train import step as step_lib
 from train.data import pipeline
@@ -41,19 +44,28 @@ class _Run:
             step_lib.init_state(self.model, self.optimizer, self.abstract, settings.train.seed)
         )
 
-    def update(self, **train):
+    @functools.cached_property
+    def whole(self):
+        """The compiled step of a batch in one part."""
+        return self.compiled()
+
+    def compiled(self, **train):
         config = self.config.copy_and_resolve_references()
         config.train.update(train)
         settings = settings_lib.resolve(config)
         with jax.set_mesh(self.mesh):
             update = step_lib.make_train_step(self.model, self.optimizer, settings)
-            compiled = step_lib.compile_train_step(
+            return step_lib.compile_train_step(
                 update, self.abstract, self.batch, self.mesh, QUICK_COMPILE
             )
-            shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract)
-            state, values = compiled(jax.device_put(self.start, shardings), self.batch)
-        del values["nonfinite"]
-        return jax.device_get(state), jax.device_get(values)
+
+    def update(self, compiled, params=None):
+        """(state, scalars, where numbers are not finite) after the step from some parameters."""
+        start = self.start if params is None else self.start._replace(params=params)
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract)
+        state, values = jax.device_get(compiled(jax.device_put(start, shardings), self.batch))
+        nonfinite = values.pop("nonfinite")
+        return state, values, nonfinite
 
 
 @pytest.fixture(scope="module")
@@ -63,12 +75,12 @@ def run(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(run):
-    return run.update()
+    return run.update(run.whole)
 
 
 def test_microbatches_add_up_to_the_whole_batch(run, whole):
-    want_state, want = whole
-    state, values = run.update(accumulation=2)
+    want_state, want, _ = whole
+    state, values, _ = run.update(run.compiled(accumulation=2))
     for name in want:
         np.testing.assert_allclose(values[name], want[name], rtol=2e-5, err_msg=name)
     kinds = optimizer_lib.kinds(want_state.params)
@@ -82,7 +94,7 @@ def test_microbatches_add_up_to_the_whole_batch(run, whole):
 
 
 def test_the_state_after_a_step(run, whole):
-    start, (state, values) = run.start.params, whole
+    start, (state, values, _) = run.start.params, whole
     assert state.step == 1
     kinds = optimizer_lib.kinds(start)
     for (path, kind), before, after in zip(
@@ -99,6 +111,32 @@ def test_the_state_after_a_step(run, whole):
     assert values["tokens"] == 4 * 32 - 16
     np.testing.assert_allclose(values["padding"], 16 / 128)
     np.testing.assert_allclose(values["ce"], np.log(260), rtol=0.02)
+
+
+@pytest.mark.parametrize(
+    ("path", "where"),
+    [
+        (("embed",), "of group_0, attention (layer 0)"),
+        (("group_0", "first", "ffn", "w2"), "of group_0, experts (layer 0)"),
+        (("group_1", "first", "attn", "wo_b"), "of group_1, attention (layer 1)"),
+        (("group_1", "first", "ffn", "w2"), "of group_1, experts (layer 1)"),
+        (("head",), "not in head, norm, group_1, group_0, embed (from the loss back)"),
+    ],
+)
+def test_where_numbers_are_none(run, path, where):
+    def poison(at, leaf):
+        keys = tuple(key.key for key in at)
+        return np.full_like(leaf, np.nan) if keys == path else leaf
+
+    params = jax.tree_util.tree_map_with_path(poison, run.start.params)
+    _, values, nonfinite = run.update(run.whole, params)
+    assert np.isnan(values["loss"])
+    assert origin.describe(run.model.config, nonfinite).endswith(where)
+
+
+def test_all_is_finite(run, whole):
+    text = "all outputs of layers and all gradients are finite"
+    assert origin.describe(run.model.config, whole[2]) == text
 
 
 def test_the_optimizer_can_be_timed_alone():
