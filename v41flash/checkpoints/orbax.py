@@ -13,6 +13,7 @@ checksums (`v41flash.checkpoints.checksums`): it is what was saved, or the check
 from __future__ import annotations
 
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,9 @@ _SUMS = "checksums"
 _SHOWN = 3
 # Libraries add pages of their own settings to what was wrong.
 _LONGEST_REASON = 240
+# One array that cannot be written ends a save, while others are still being written: its folder is
+# gone when it was not there so many times in a row.
+_QUIET_LOOKS, _LOOKS, _SECONDS_BETWEEN_LOOKS = 3, 100, 0.1
 
 
 class DamagedCheckpoint(InputError):
@@ -131,10 +135,21 @@ class Checkpoints:
         # disk; where other processes still write, it stays until the next start.
         self._manager.reload()
         if jax.process_count() == 1:
-            for left in self._directory.glob(f"{step}.*"):
-                shutil.rmtree(left, ignore_errors=True)
+            self._remove_begun(step)
         folder = self._directory / str(step)
         return SaveError(step, f"checkpoint {folder} cannot be written: {_reason(error)}")
+
+    def _remove_begun(self, step: int | None) -> None:
+        """Removes the folders of a save that has failed, and what its last writers add to them."""
+        quiet = 0
+        for _ in range(_LOOKS):
+            left = list(self._directory.glob(f"{step}.*"))
+            for folder in left:
+                shutil.rmtree(folder, ignore_errors=True)
+            quiet = 0 if left else quiet + 1
+            if quiet == _QUIET_LOOKS:
+                return
+            time.sleep(_SECONDS_BETWEEN_LOOKS)
 
     def _damaged(self, step: int, reason: str) -> DamagedCheckpoint:
         return DamagedCheckpoint(step, f"checkpoint {self._directory / str(step)}: {reason}")
