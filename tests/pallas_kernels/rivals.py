@@ -142,11 +142,12 @@ def deep_gemm(name: str) -> dict[str, Foreign]:
     def start():
         import deep_gemm
 
-        given = (q8, None), (k8, scales), weights, first, last
-        return deep_gemm.fp8_fp4_mqa_logits(*given, max_seqlen_k=work.entries)
+        return deep_gemm.fp8_mqa_logits(
+            q8, (k8, scales), weights, first, last, max_seqlen_k=work.entries
+        )
 
     def convert(logits):
-        logits = logits[:, : k8.shape[0]].float().contiguous()
+        logits = torch.from_dlpack(logits)[:, : k8.shape[0]].float().contiguous()
         return jnp.from_dlpack(logits)[None]
 
     return {
