@@ -5,8 +5,8 @@
         --runs="name=v41 learning_rate=4e-3,8e-3,16e-3"
 
 The model of quickstart, in which every mechanism is at work, at twice its width and in bfloat16. It
-is as small as that because what is compared needs many runs of the same length; a step of twenty of
-them side by side takes 0.13 s on an H200. docs/results/optimizers.md has the commands of a whole
+is as small as that because what is compared needs many runs of the same length; a step of 23 of
+them side by side takes 0.17 s on an H200. docs/results/optimizers.md has the commands of a whole
 study, and what has been measured. `python -m train.main --config=configs/optimizers.py` trains it
 once, with AdamW.
 """

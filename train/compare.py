@@ -11,9 +11,10 @@ One device, one stage, no checkpoints: a comparison is done in one go.
 
 DIR holds config.json, versions.json, runs.json (the runs in order), curves.jsonl (an object every
 config.train.log_every steps: of each run the mean of every number since the last; held-out numbers
-every config.eval.every steps), summary.json and curves.png. Exit status: 0 complete, 2 the flags or
-the configuration are wrong, 130 interrupted. A run whose loss is no longer finite goes on as such,
-beside the others.
+every config.eval.every steps), summary.json and curves.png; `train.study` puts several such folders
+together. Exit status: 0 complete, 2 the flags or the configuration are wrong, 130 interrupted. A
+run whose loss is no longer finite goes on as such, beside the others; numbers that are not finite are
+null in the files.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import ast
 import dataclasses
 import itertools
 import json
+import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -34,7 +36,7 @@ import numpy as np
 from absl import flags
 from ml_collections import ConfigDict
 
-from train import closing, lanes, plots, runinfo
+from train import closing, lanes, plots, runinfo, study
 from train import main as main_lib
 from train import plan as plan_lib
 from train import stages as stages_lib
@@ -65,6 +67,8 @@ def parse_runs(config: ConfigDict, texts: Sequence[str]) -> list[lanes.Run]:
                     f"--runs={text!r}: {item!r} must be KEY=VALUE[,VALUE...], the key one of "
                     f"{', '.join(known)}{closest(key, known)}"
                 )
+            if key in choices:
+                raise SettingsError(f"--runs={text!r}: {key} is there twice; {key}=VALUE,VALUE")
             choices[key] = [_value(value) for value in values.split(",")]
         for chosen in itertools.product(*choices.values()):
             runs.append(_run(config, text, dict(zip(choices, chosen, strict=True))))
@@ -130,8 +134,8 @@ def _check(config: ConfigDict, workdir: Path) -> plan_lib.Plan:
             raise SettingsError(
                 f"{key} = {value}: must be a multiple of train.log_every, {train.log_every}"
             )
-    if (workdir / CURVES).exists():
-        raise SettingsError(f"--workdir={workdir}: holds a comparison; give another folder")
+    if (workdir / CURVES).exists() or (workdir / "config.json").exists():
+        raise SettingsError(f"--workdir={workdir}: holds a run already; give another folder")
     plan = plan_lib.prepare(stages, workdir, None)
     if plan.mesh.size > 1:
         raise SettingsError(
@@ -204,7 +208,7 @@ class _Comparison:
                 if done == train.steps or (every and done % every == 0):
                     params = [state.params for state in self.states]
                     row |= closing.heldout(self.plan, 0, self.eval_step.result(), params)
-                curves.write(json.dumps(row) + "\n")
+                curves.write(json.dumps(_finite(row)) + "\n")
                 self._progress(row)
                 started = time.perf_counter()
         return row
@@ -223,6 +227,7 @@ class _Comparison:
         results = [
             {
                 "run": self.labels[i],
+                "family": family(run, self.plan.settings.optimizer),
                 "optimizer": dataclasses.asdict(run.optimizer),
                 "seed": run.seed,
             }
@@ -285,15 +290,29 @@ def compare(
         row = work.train()
     finally:
         work.close()
-    summary = work.summary(row)
+    summary = _finite(work.summary(row))
     runinfo.write_json(workdir / "summary.json", summary)
-    curves = [json.loads(line) for line in (workdir / CURVES).read_text().splitlines()]
-    base = plan.settings.optimizer
-    named = [(family(run, base), run.optimizer.learning_rate) for run in work.runs]
-    plots.comparison_plot(curves, named, workdir / "curves.png")
-    for result in sorted(summary["runs"], key=lambda run: run["heldout_loss"]):
-        print(f"{result[closing.NUMBERS]:.4f} bits per byte  {result['run']}")
+    plots.comparison_plot(study.of_folder(workdir), workdir / "curves.png")
+    for result in sorted(summary["runs"], key=_place):
+        number = result[closing.NUMBERS]
+        shown = "not finite" if number is None else f"{number:.4f} bits per byte"
+        print(f"{shown}  {result['run']}")
     return summary
+
+
+def _place(result: Mapping[str, Any]) -> float:
+    """What finished runs are sorted by; a run that is no longer finite comes last."""
+    loss = result["heldout_loss"]
+    return math.inf if loss is None else loss
+
+
+def _finite(value: Any) -> Any:
+    """`value` with None for numbers that are not finite, which JSON has no words for."""
+    if isinstance(value, dict):
+        return {key: _finite(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_finite(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def main(arguments: Sequence[str]) -> int:

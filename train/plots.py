@@ -1,8 +1,9 @@
-"""loss.png of a run."""
+"""loss.png of a run, curves of a comparison."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
+
+from train import records  # noqa: E402
 
 
 def loss_plot(rows: list[dict[str, Any]], path: Path, *, baseline: float | None = None) -> None:
@@ -41,37 +44,45 @@ def loss_plot(rows: list[dict[str, Any]], path: Path, *, baseline: float | None 
     _save(figure, path)
 
 
-def comparison_plot(rows: list[dict[str, Any]], runs: list[tuple[str, float]], path: Path) -> None:
-    """Draws several runs: held-out numbers at the end by learning rate, and the best over steps.
+def comparison_plot(found: Sequence[records.Record], path: Path) -> None:
+    """Draws several runs: held-out numbers at the end by learning rate, and over steps at each
+    family's best rate, means over seeds. Training losses are drawn where there are any.
 
     Args:
-        rows: objects in which the numbers of a step are lists, one entry a run; the last of them
-            has held-out numbers.
-        runs: (family, learning rate) of each.
+        found: the runs.
         path: PNG file to write.
     """
-    key = "heldout_bits_per_byte"
-    final = [math.inf if math.isnan(bits) else bits for bits in rows[-1][key]]
-    figure, axes = plt.subplots(1, 3, figsize=(15, 4.5), layout="constrained")
-    for number, family in enumerate(dict.fromkeys(family for family, _ in runs)):
-        members = [lane for lane, run in enumerate(runs) if run[0] == family]
-        members.sort(key=lambda lane: runs[lane][1])
-        best = min(members, key=lambda lane: final[lane])
-        look = dict(color=f"C{number}", label=f"{family}, {runs[best][1]:g}")
-        axes[0].plot([runs[i][1] for i in members], [final[i] for i in members], "o", **look)
-        axes[1].plot([row["step"] for row in rows], [row["ce"][best] for row in rows], **look)
-        points = [row for row in rows if key in row]
-        axes[2].plot(
-            [row["step"] for row in points], [row[key][best] for row in points], "o-", **look
-        )
+    training = any(record.get("ce") for record in found)
+    figure, axes = plt.subplots(1, 2 + training, figsize=(10 + 5 * training, 4.5))
+    figure.set_layout_engine("constrained")
+    for number, (family, rates) in enumerate(records.by_rate(found).items()):
+        rate = records.best(rates)
+        look = dict(color=f"C{number}", marker="o")
+        ends = {at: [records.final(run) for run in runs] for at, runs in rates.items()}
+        means = [records.mean(numbers) for numbers in ends.values()]
+        bars = [records.spread(numbers) for numbers in ends.values()]
+        axes[0].errorbar(list(ends), means, bars, capsize=3, linewidth=0.8, **look)
+        label = f"{family}, {rate:g}"
+        _over_steps(axes[1], rates[rate], records.HELDOUT, label=label, **look)
+        if training:
+            _over_steps(axes[2], rates[rate], "ce", label=label, color=look["color"])
     axes[0].set(xscale="log", xlabel="learning rate", ylabel="bits per byte", title="held out")
-    axes[1].set(xlabel="step", ylabel="nats per token", title="training, the best of each")
-    axes[2].set(xlabel="step", ylabel="bits per byte", title="held out, the best of each")
+    axes[1].set(xlabel="step", ylabel="bits per byte", title="held out, best rate of each")
+    if training:
+        axes[2].set(xlabel="step", ylabel="nats per token", title="training, best rate of each")
     for axis in axes:
         axis.grid(alpha=0.3)
-    for axis in axes[1:]:  # on the first it would hide runs
-        axis.legend()
+    axes[1].legend()
     _save(figure, path)
+
+
+def _over_steps(axis: Any, runs: Sequence[records.Record], key: str, **look: Any) -> None:
+    """Means over runs, at the steps that all of them have."""
+    shared = set.intersection(*(set(run.get(key, {})) for run in runs))
+    steps = sorted(shared, key=int)
+    values = [[run[key][step] for run in runs] for step in steps]
+    means = [math.nan if None in numbers else records.mean(numbers) for numbers in values]
+    axis.plot([int(step) for step in steps], means, **look)
 
 
 def _save(figure: Any, path: Path) -> None:

@@ -10,7 +10,7 @@ from pallas_kernels.dispatch import Implementation, dispatch
 from pallas_kernels.newton_schulz import reference
 from pallas_kernels.newton_schulz.reference import HYBRID, Form
 
-__all__ = ["HYBRID", "IMPLEMENTATIONS", "newton_schulz"]
+__all__ = ["HYBRID", "IMPLEMENTATIONS", "check_steps", "newton_schulz"]
 
 IMPLEMENTATIONS = {"xla": reference.newton_schulz}
 
@@ -73,19 +73,33 @@ def newton_schulz(
     """
     if x.ndim < 2:
         raise ValueError(f"newton_schulz needs matrices [..., rows, columns], got shape {x.shape}")
-    coefficients = tuple(tuple(step) for step in coefficients)
-    if not coefficients or any(len(step) != 3 for step in coefficients):
-        raise ValueError(f"coefficients must be triples (a, b, c), got {coefficients}")
-    if form not in (None, "direct", "gram"):
-        raise ValueError(f"form must be 'direct', 'gram' or None, got {form!r}")
     return dispatch(
         "newton_schulz",
         IMPLEMENTATIONS,
         implementation,
         x,
-        coefficients,
+        check_steps(coefficients, form),
         eps=eps,
         dtype=dtype,
         form=form,
         unroll=unroll,
     )
+
+
+def check_steps(
+    coefficients: Sequence[tuple[float, float, float]], form: str | None
+) -> tuple[tuple[float, float, float], ...]:
+    """The coefficients as tuples.
+
+    Raises:
+        ValueError: none, not triples of numbers, or an unknown form.
+    """
+    try:
+        steps = tuple((float(a), float(b), float(c)) for a, b, c in coefficients)
+    except (TypeError, ValueError):
+        steps = ()
+    if not steps:
+        raise ValueError(f"coefficients must be triples (a, b, c), got {coefficients}")
+    if form not in (None, "direct", "gram"):
+        raise ValueError(f"form must be 'direct', 'gram' or None, got {form!r}")
+    return steps

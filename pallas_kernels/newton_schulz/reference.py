@@ -121,7 +121,7 @@ def newton_schulz(
 
 def _normalised(x: jax.Array, eps: float) -> jax.Array:
     """x / (||x||_F + eps), without squaring numbers that are too small for it."""
-    largest = jnp.max(jnp.abs(x), axis=(-2, -1), keepdims=True)
+    largest = jnp.max(jnp.abs(x), axis=(-2, -1), keepdims=True, initial=0)
     largest = jnp.where(largest == 0, 1.0, largest).astype(x.dtype)
     scaled = x / largest
     norm = largest * jnp.sqrt(jnp.sum(jnp.square(scaled), axis=(-2, -1), keepdims=True))

@@ -41,7 +41,8 @@ def sinkhorn(
 
     Row RMS is 1 up to rounding. Column RMS over the kept rows converges at the rate of Sinkhorn's
     iteration: 1 +- 1e-3 after 11 steps for dense rows. Entries of float32 matrices may lie between
-    1e-26 and 1e10; smaller ones may count as 0.
+    1e-26 and 1e10; smaller ones may count as 0, larger ones may give NaN everywhere, as NaN and inf
+    do.
 
     Args:
         matrix: float[..., m, n]; leading axes are a batch, every matrix on its own.
@@ -128,7 +129,13 @@ def sinkhorn_update(
 def _check(matrix: jax.Array, iterations: int) -> None:
     if matrix.ndim < 2:
         raise ValueError(f"sinkhorn needs matrices [..., m, n], got shape {matrix.shape}")
-    if iterations < 1 or iterations % 2 == 0:
+    check_iterations(iterations)
+
+
+def check_iterations(iterations: int) -> None:
+    """Raises ValueError for a number of steps that is not odd and positive."""
+    whole = isinstance(iterations, int) and not isinstance(iterations, bool)
+    if not whole or iterations < 1 or iterations % 2 == 0:
         raise ValueError(
             f"iterations must be odd (the first and the last step are rows), got {iterations}"
         )

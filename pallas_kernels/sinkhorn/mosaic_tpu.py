@@ -177,19 +177,14 @@ def _mask(plan: _Plan, rho: jax.Array, tau: float) -> jax.Array:
     return _as_vector(plan, mask[:, 0])
 
 
-def _rescaled(plan: _Plan, scale: jax.Array, norm: jax.Array) -> jax.Array:
-    """The scale after a step; see `reference.sinkhorn`."""
-    return jnp.where((norm == 0) | (scale == 0), 0.0, scale / (norm + plan.eps))
-
-
 def _balance(plan: _Plan, kept, mask, rho, iterations: int) -> jax.Array:
     """The update from row mask and row norms, row vectors both."""
-    r = _rescaled(plan, mask, rho)
+    r = reference.rescaled(mask, rho, plan.eps)
     c = jnp.ones((1, plan.columns), jnp.float32)
 
     def columns(c, squares):
         norm = jnp.sqrt(jnp.sum(squares, axis=(0, 1)))[None] / _LIFT
-        return _rescaled(plan, c, c * norm)
+        return reference.rescaled(c, c * norm, plan.eps)
 
     steps = iterations // 2
     if steps:
@@ -308,7 +303,7 @@ def _pass(plan: _Plan, kept, r, c, *, rows: bool, columns: bool, update: bool):
 
                 zeros = jnp.zeros((_GROUP, tpu.LANES), jnp.float32)
                 norm = _norm(lax.fori_loop(0, chunks, square, zeros))[:, :1]
-                scale = _rescaled(plan, scale, scale * norm)
+                scale = reference.rescaled(scale, scale * norm, plan.eps)
                 refs.turned[turned, :] = jnp.broadcast_to(scale, (_GROUP, tpu.LANES))
             if columns:
                 # Beyond the last row there is anything.

@@ -17,8 +17,21 @@ def norms(matrix: jax.Array, axis: int, scales: jax.Array | float = 1.0) -> jax.
 
 
 def row_mask(rho: jax.Array, tau: float) -> jax.Array:
-    """True for rows above tau times the mean of rho [..., m, 1]; a NaN masks nothing."""
-    return ~(rho <= tau * jnp.mean(rho, axis=-2, keepdims=True))
+    """True for rows above tau times the mean of rho [..., m, 1]. A mean that is no finite number
+    masks nothing, so that what is wrong is seen in every row."""
+    mean = jnp.mean(rho, axis=-2, keepdims=True)
+    return ~(rho <= tau * mean) | ~jnp.isfinite(mean)
+
+
+def rescaled(scale: jax.Array, norm: jax.Array, eps: float) -> jax.Array:
+    """The scale after a step, in its dtype, from the norms that the step divides by.
+
+    A scale of 0 keeps zeros what they are: 1 / eps, step after step, would overflow. It also keeps
+    masked rows out: times the scale of a column they may be infinite. A norm that has overflowed
+    gives NaN, not 0.
+    """
+    divided = jnp.where(norm == jnp.inf, jnp.nan, scale / (norm + eps))
+    return jnp.where((norm == 0) | (scale == 0), 0, divided).astype(scale.dtype)
 
 
 def momentum_step(
@@ -48,19 +61,14 @@ def sinkhorn(
     if dtype is not None:
         rho = norms(kept.astype(compute), -1)
 
-    def rescaled(scale, norm):
-        # A scale of 0 keeps zeros what they are: 1 / eps, step after step, would overflow. It also
-        # keeps masked rows out: times the scale of a column they may be infinite.
-        return jnp.where((norm == 0) | (scale == 0), 0, scale / (norm + eps)).astype(compute)
-
     def columns_then_rows(_, scales):
         r, c = scales
-        c = rescaled(c, c * norms(kept.astype(compute), -2, r))
-        r = rescaled(r, r * norms(kept.astype(compute), -1, c))
+        c = rescaled(c, c * norms(kept.astype(compute), -2, r), eps)
+        r = rescaled(r, r * norms(kept.astype(compute), -1, c), eps)
         return r, c
 
     # The first row step needs no pass: a kept row's norm is rho.
-    r = rescaled(mask.astype(compute), rho)
+    r = rescaled(mask.astype(compute), rho, eps)
     c = jnp.ones_like(kept[..., :1, :], dtype=compute)
     r, c = jax.lax.fori_loop(0, iterations // 2, columns_then_rows, (r, c))
     return kept.astype(compute) * r * (c * matrix.shape[-1] ** 0.5)

@@ -12,6 +12,7 @@ from tests.train import micro
 from tests.v41flash.nn.samples import QUICK_COMPILE
 from train import compare as compare_lib
 from train import optimizer as optimizer_lib
+from train import records, study
 from train import settings as settings_lib
 from train import stages as stages_lib
 from train import step as step_lib
@@ -80,6 +81,15 @@ def test_a_run_beside_others_is_what_it_is_alone(compared):
     np.testing.assert_allclose(
         rows[-1]["learning_rate"][lane], run["optimizer"]["learning_rate"], rtol=1e-6
     )
+
+
+@pytest.mark.slow
+def test_a_study_reads_the_folder(compared):
+    _, summary, rows, folder = compared
+    found = study.of_folder(folder)
+    assert [run["family"] for run in found] == ["adamw", "adamw", "adamw weight_decay=0.5"]
+    assert [records.final(run) for run in found] == rows[-1]["heldout_bits_per_byte"]
+    assert [run["ce"]["2"] for run in found] == rows[0]["ce"]
 
 
 @pytest.mark.slow
@@ -169,13 +179,17 @@ def get_config():
         (["--runs=seed=0", "--config.train.init_from=other"], "train.init_from = 'other'"),
         (["--runs=seed=0", "--config.train.log_every=3"], "train.steps = 8: must be a multiple"),
         (["--runs=seed=0", "--config.train.no_such_key=3"], "config.train.no_such_key"),
-        (["--runs=seed=0", "--workdir={folder}/old"], "holds a comparison"),
+        (["--runs=seed=0 seed=1"], "seed is there twice"),
+        (["--runs=seed=0", "--workdir={folder}/old"], "holds a run already"),
+        (["--runs=seed=0", "--workdir={folder}/trained"], "holds a run already"),
     ],
 )
 def test_wrong_usage_ends_in_one_line(tmp_path, capsys, flags, names):
     (tmp_path / "config.py").write_text(_FILE.format(folder=str(tmp_path)))
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / compare_lib.CURVES).touch()
+    (tmp_path / "trained").mkdir()
+    (tmp_path / "trained" / "config.json").touch()
     flags = [flag.format(folder=tmp_path) for flag in flags]
     arguments = [f"--config={tmp_path / 'config.py'}", f"--workdir={tmp_path / 'run'}", *flags]
     assert compare_lib.main(arguments) == 2

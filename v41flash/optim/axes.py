@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import EllipsisType
 from typing import Any
 
@@ -90,17 +90,28 @@ def leaf_specs(specs: Specs, tree: Any, kind: type) -> list[Any]:
     def is_spec(node):
         return node is None or isinstance(node, MatrixSpec | TableSpec)
 
-    found: list[Any] = []
-    jax.tree.map(
-        lambda spec, below: found.extend([spec] * len(jax.tree.leaves(below))),
-        specs,
-        tree,
-        is_leaf=is_spec,
-    )
+    try:
+        found = jax.tree.broadcast(specs, tree, is_leaf=is_spec)
+    except ValueError as error:
+        raise ValueError(
+            f"specs must be a {kind.__name__} or a tree of them that is a prefix of the "
+            f"parameters: {str(error).splitlines()[0]}"
+        ) from error
+    found = jax.tree.leaves(found, is_leaf=is_spec)
     for name, spec in zip(names, found, strict=True):
         if not isinstance(spec, kind):
             raise ValueError(f"parameter {name!r} needs a {kind.__name__}, got {spec!r}")
     return found
+
+
+def momenta(params: Any, dtype: jax.typing.DTypeLike | None) -> Any:
+    """A buffer of zeros per parameter: of `dtype`, or the parameter's own, at least float32."""
+    return jax.tree.map(
+        lambda leaf: jnp.zeros_like(
+            leaf, dtype=dtype or jnp.promote_types(leaf.dtype, jnp.float32)
+        ),
+        params,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,6 +165,9 @@ class Matrices:
                 "the others batch axes"
             )
         width = math.prod(shape[axis] for axis in columns)
+        sizes = split if isinstance(split, tuple) else (split,)
+        if not all(isinstance(size, int) for size in sizes):
+            raise ValueError(f"{where}: split is a number of parts or a tuple of their sizes")
         if isinstance(split, int):
             if split < 1 or width % split:
                 raise ValueError(f"{where}: {width} outputs do not split into {split} equal parts")
@@ -163,6 +177,17 @@ class Matrices:
         count = math.prod(shape[axis] for axis in batch)
         height = math.prod(shape[axis] for axis in rows)
         return cls(tuple(shape), order, count, len(batch), height, tuple(split))
+
+    @classmethod
+    def of_tree(cls, specs: Specs, tree: Any, kind: type) -> list[Matrices]:
+        """How every parameter of a tree becomes matrices, in order.
+
+        Raises:
+            ValueError: as `of` and `leaf_specs`.
+        """
+        declared, leaves = leaf_specs(specs, tree, kind), jax.tree.leaves(tree)
+        parts = zip(declared, leaves, leaf_names(tree), strict=True)
+        return [cls.of(spec, jnp.shape(leaf), name) for spec, leaf, name in parts]
 
     def take(self, x: jax.Array) -> list[jax.Array]:
         """The parts of a parameter, each [batch, rows, columns]."""
@@ -175,13 +200,19 @@ class Matrices:
     def put(self, parts: list[jax.Array]) -> jax.Array:
         """Inverse of `take`."""
         flat = parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=-1)
+        return self.restore(flat, self.shape)
+
+    def restore(self, flat: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """A parameter of any `shape`, such as a device's part, from its axes in `order`."""
         inverse = sorted(range(len(self.order)), key=self.order.__getitem__)
-        return flat.reshape([self.shape[axis] for axis in self.order]).transpose(inverse)
+        return flat.reshape([shape[axis] for axis in self.order]).transpose(inverse)
 
 
 def _axes(axes: Axes, ndim: int, where: str) -> tuple[int, ...]:
-    axes = (axes,) if isinstance(axes, int) else tuple(axes)
+    axes = tuple(axes) if isinstance(axes, Sequence) else (axes,)
     for axis in axes:
+        if isinstance(axis, bool) or not isinstance(axis, int):
+            raise ValueError(f"{where}: an axis is a number, got {axis!r}")
         if not -ndim <= axis < ndim:
             raise ValueError(f"{where}: there is no axis {axis}")
     return tuple(axis % ndim for axis in axes)

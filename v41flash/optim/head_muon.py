@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -12,9 +13,9 @@ import jax.numpy as jnp
 import optax
 
 from pallas_kernels.dispatch import Implementation
-from pallas_kernels.newton_schulz import HYBRID, newton_schulz
-from v41flash.optim import placed
-from v41flash.optim.axes import MATRIX, Matrices, MatrixSpec, Specs, leaf_names, leaf_specs
+from pallas_kernels.newton_schulz import HYBRID, check_steps, newton_schulz
+from v41flash.optim import checks, placed
+from v41flash.optim.axes import MATRIX, Matrices, MatrixSpec, Specs, leaf_names, momenta
 from v41flash.optim.meshes import devices, spread, with_auto_axes
 
 
@@ -93,7 +94,10 @@ def scale_by_head_muon(
         function as `specs` is static.
 
     Raises:
-        ValueError: from `init`, for a parameter whose axes are not all declared.
+        ValueError: a hyperparameter out of its range; from `init`, a parameter that holds no
+            floating-point numbers, or whose axes are not all declared; from `update`, gradients of
+            another tree or shape.
+        TypeError: a hyperparameter that is no number.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax
@@ -118,115 +122,152 @@ def scale_by_head_muon(
         (the RMS factor); the DeepSeek-V4 and V4.1 reports (the hybrid schedule, heads).
     """
 
-    def plans(tree):
-        shapes = [leaf.shape for leaf in jax.tree.leaves(tree)]
-        parts = zip(leaf_specs(specs, tree, MatrixSpec), shapes, leaf_names(tree), strict=True)
-        return [Matrices.of(*part) for part in parts]
+    for name, value in (("rms", rms), ("eps", eps)):
+        checks.number(name, value)
+    checks.number("momentum", momentum, below=1)
+    checks.floating("momentum_dtype", momentum_dtype)
+    checks.floating("compute_dtype", compute_dtype)
+    iterate = _Iteration(
+        check_steps(coefficients, form), form, compute_dtype, mesh, placed_at, implementation
+    )
 
     def init(params):
-        plans(params)
-
-        def zeros(leaf):
-            dtype = momentum_dtype or jnp.promote_types(leaf.dtype, jnp.float32)
-            return jnp.zeros_like(leaf, dtype=dtype)
-
-        return HeadMuonState(jax.tree.map(zeros, params))
-
-    def accumulate(grad, kept):
-        wide = jnp.promote_types(kept.dtype, jnp.float32)
-        new = (momentum * kept.astype(wide) + grad.astype(wide)).astype(kept.dtype)
-        if not nesterov:
-            return new, new
-        return new, (momentum * new.astype(wide) + grad.astype(wide)).astype(wide)
+        checks.parameters(params)
+        Matrices.of_tree(specs, params, MatrixSpec)
+        return HeadMuonState(momenta(params, momentum_dtype))
 
     def update(updates, state, params=None, **extra_args):
         del params, extra_args
-        grads, treedef = jax.tree.flatten(updates)
+        checks.gradients(updates, state.momentum)
+        grads, treedef = jax.tree.flatten(jax.tree.map(jnp.asarray, updates))
         kept = jax.tree.leaves(state.momentum)
-        planned = plans(updates)
+        planned, names = Matrices.of_tree(specs, updates, MatrixSpec), leaf_names(updates)
 
-        def run(grads, kept):
-            accumulated = [accumulate(*pair) for pair in zip(grads, kept, strict=True)]
+        # Numbers are arguments: on a mesh with Explicit axes injected ones may not be closed over.
+        def run(grads, kept, numbers):
+            mu, rms, eps = numbers
+            accumulated = [
+                _accumulate(grad, old, mu, nesterov) for grad, old in zip(grads, kept, strict=True)
+            ]
             directions = [direction for _, direction in accumulated]
-            scaled = orthogonalise(planned, directions, leaf_names(updates))
-            scaled = [x.astype(grad.dtype) for x, grad in zip(scaled, grads, strict=True)]
+            done = iterate(planned, directions, names, rms, eps)
+            scaled = [x.astype(grad.dtype) for x, grad in zip(done, grads, strict=True)]
             return scaled, [new for new, _ in accumulated]
 
-        scaled, kept = with_auto_axes(run, 0, 1)(grads, kept)
+        scaled, kept = with_auto_axes(run, 0, 1)(grads, kept, (momentum, rms, eps))
         return treedef.unflatten(scaled), HeadMuonState(treedef.unflatten(kept))
 
-    def iterate(matrices, unroll=False):
-        return newton_schulz(
-            matrices,
-            coefficients,
-            eps=eps,
-            form=form,
-            unroll=unroll,
-            implementation=implementation,
-        )
+    return optax.GradientTransformationExtraArgs(init, update)
 
-    def widened(done, direction, shape):
-        wide = jnp.promote_types(direction.dtype, jnp.float32)
-        return done.astype(wide) * (rms * math.sqrt(max(shape)))
 
-    def orthogonalise(
-        planned: list[Matrices], directions: list[jax.Array], names: list[str]
+def _accumulate(
+    grad: jax.Array, kept: jax.Array, mu: jax.typing.ArrayLike, nesterov: bool
+) -> tuple[jax.Array, jax.Array]:
+    """(new momentum, what is orthogonalised)."""
+    wide = jnp.promote_types(kept.dtype, jnp.float32)
+    new = (mu * kept.astype(wide) + grad.astype(wide)).astype(kept.dtype)
+    if not nesterov:
+        return new, new
+    return new, (mu * new.astype(wide) + grad.astype(wide)).astype(wide)
+
+
+class _Iteration(NamedTuple):
+    """Newton-Schulz of every matrix of every parameter; fields as in `scale_by_head_muon`."""
+
+    coefficients: Sequence[tuple[float, float, float]]
+    form: str | None
+    compute_dtype: jax.typing.DTypeLike | None
+    mesh: jax.sharding.Mesh | None
+    placed_at: Callable[[str], jax.sharding.PartitionSpec] | None
+    implementation: Implementation
+
+    def __call__(
+        self,
+        planned: list[Matrices],
+        directions: list[jax.Array],
+        names: list[str],
+        rms: jax.typing.ArrayLike,
+        eps: jax.typing.ArrayLike,
     ) -> list[jax.Array]:
-        """Update of every parameter."""
+        """Update of every parameter, in float32 at least."""
         narrow = [
-            x.astype(compute_dtype or jnp.promote_types(x.dtype, jnp.float32)) for x in directions
+            x.astype(self.compute_dtype or jnp.promote_types(x.dtype, jnp.float32))
+            for x in directions
         ]
         everything = range(len(planned))
         known = []
-        if placed_at is not None and devices(mesh) > 1:
+        if self.placed_at is not None and devices(self.mesh) > 1:
             known = [i for i in everything if len(planned[i].columns) == 1]
-        others = [i for i in everything if i not in known]
         done = placed.apply(
-            iterate,
+            functools.partial(self._newton_schulz, eps, unroll=False),
             [planned[i] for i in known],
             [narrow[i] for i in known],
-            [placed_at(names[i]) for i in known],
-            mesh,
+            [self._place(names[i]) for i in known],
+            self.mesh,
         )
-        results = {
-            i: widened(x, directions[i], (planned[i].rows, *planned[i].columns))
-            for i, x in zip(known, done, strict=True)
-        }
-        results |= by_shape(planned, narrow, directions, others)
-        return [results[i] for i in everything]
+        results = dict(zip(known, done, strict=True))
+        results |= self._by_shape(
+            {i: planned[i].take(narrow[i]) for i in everything if i not in known}, planned, eps
+        )
+        return [_scaled(results[i], planned[i], directions[i].dtype, rms) for i in everything]
 
-    def by_shape(
+    def _place(self, name: str) -> jax.sharding.PartitionSpec:
+        spec = self.placed_at(name)
+        if not isinstance(spec, jax.sharding.PartitionSpec):
+            raise TypeError(f"placed_at({name!r}) must be a PartitionSpec, got {spec!r}")
+        return spec
+
+    def _newton_schulz(
+        self, eps: jax.typing.ArrayLike, matrices: jax.Array, *, unroll: bool
+    ) -> jax.Array:
+        return newton_schulz(
+            matrices,
+            self.coefficients,
+            eps=eps,
+            form=self.form,
+            unroll=unroll,
+            implementation=self.implementation,
+        )
+
+    def _by_shape(
+        self,
+        parts: dict[int, list[jax.Array]],
         planned: list[Matrices],
-        narrow: list[jax.Array],
-        directions: list[jax.Array],
-        leaves: list[int],
+        eps: jax.typing.ArrayLike,
     ) -> dict[int, jax.Array]:
-        """Update of some parameters. Matrices of one shape share a Newton-Schulz call; on a mesh
-        those of a parameter that fill it have one of their own, and stay in place that way."""
+        """Parameters orthogonalised, from their parts. Matrices of one shape share a Newton-Schulz
+        call; on a mesh those of a parameter that fill it have one of their own, and stay in place
+        that way."""
         groups = defaultdict(list)
-        count = devices(mesh)
-        for leaf in leaves:
-            for part, matrices in enumerate(planned[leaf].take(narrow[leaf])):
-                fills = matrices.shape[0] >= count > 1
-                alone = (leaf, part) if fills else None
-                key = (matrices.shape[1:], matrices.dtype, alone)
-                groups[key].append((leaf, part, matrices))
-        parts: dict[tuple[int, int], jax.Array] = {}
-        for (shape, _, _), members in groups.items():
-            joined = [matrices for _, _, matrices in members]
+        count = devices(self.mesh)
+        for leaf, matrices in parts.items():
+            for part, batch in enumerate(matrices):
+                alone = (leaf, part) if batch.shape[0] >= count > 1 else None
+                groups[batch.shape[1:], batch.dtype, alone].append((leaf, part, batch))
+        for members in groups.values():
+            joined = [batch for _, _, batch in members]
             batch = joined[0] if len(joined) == 1 else jnp.concatenate(joined)
-            done = iterate(spread(batch, mesh), unroll=count > 1)
+            done = self._newton_schulz(eps, spread(batch, self.mesh), unroll=count > 1)
             start = 0
-            for leaf, part, matrices in members:
-                end = start + matrices.shape[0]
-                parts[leaf, part] = widened(done[start:end], directions[leaf], shape)
-                start = end
-        return {
-            leaf: planned[leaf].put([parts[leaf, i] for i in range(len(planned[leaf].columns))])
-            for leaf in leaves
-        }
+            for leaf, part, batch in members:
+                parts[leaf][part] = done[start : start + batch.shape[0]]
+                start += batch.shape[0]
+        return {leaf: planned[leaf].put(matrices) for leaf, matrices in parts.items()}
 
-    return optax.GradientTransformationExtraArgs(init, update)
+
+def _scaled(
+    x: jax.Array, plan: Matrices, dtype: jax.typing.DTypeLike, rms: jax.typing.ArrayLike
+) -> jax.Array:
+    """Times rho sqrt(max(fan_in, fan_out)), which differs between parts of unequal width."""
+    wide = jnp.promote_types(dtype, jnp.float32)
+    factors = [math.sqrt(max(plan.rows, columns)) for columns in plan.columns]
+    if len(set(factors)) == 1:
+        return x.astype(wide) * (rms * factors[0])
+    parts = [
+        part.astype(wide) * (rms * factor)
+        for part, factor in zip(plan.take(x), factors, strict=True)
+    ]
+    return plan.put(parts)
 
 
 def head_muon(
@@ -281,6 +322,8 @@ def head_muon(
         >>> updates["q"].shape
         (8, 4, 2)
     """
+    checks.learning_rate(learning_rate)
+    checks.number("weight_decay", weight_decay)
     return optax.chain(
         scale_by_head_muon(
             specs,

@@ -54,7 +54,7 @@ def match(rules: Sequence[Rule], tree: Any) -> Any:
         v41flash.optim.partition.PartitionError: every parameter must match exactly one rule:
           dense/scale: none
     """
-    compiled = [(re.compile(rule.pattern), rule) for rule in rules]
+    compiled = _compiled(rules)
     found, faults = [], []
     for name in leaf_names(tree):
         matching = [rule for pattern, rule in compiled if pattern.fullmatch(name)]
@@ -92,7 +92,7 @@ def partition(
         The transform; its `init` and `update` raise PartitionError for parameters at fault.
 
     Raises:
-        ValueError: a rule's label has no transform.
+        ValueError: a rule's label has no transform, or its pattern is no regular expression.
 
     Example:
         >>> import jax.numpy as jnp
@@ -106,7 +106,18 @@ def partition(
     unknown = sorted({rule.label for rule in rules} - set(transforms))
     if unknown:
         raise ValueError(f"no transform for label {unknown[0]!r}; there is {sorted(transforms)}")
+    _compiled(rules)
     return optax.partition(transforms, labels(rules))
+
+
+def _compiled(rules: Sequence[Rule]) -> list[tuple[re.Pattern[str], Rule]]:
+    found = []
+    for rule in rules:
+        try:
+            found.append((re.compile(rule.pattern), rule))
+        except (re.error, TypeError) as error:
+            raise ValueError(f"{rule}: the pattern is no regular expression: {error}") from error
+    return found
 
 
 def _map_rules(function: Callable[[Rule], Any], rules: Sequence[Rule], tree: Any) -> Any:

@@ -76,7 +76,7 @@ def apply(
             start = 0
             for number, flat in members:
                 end = start + flat.shape[0]
-                results[number] = _unflat(plans[number], done[start:end], parts[number].shape)
+                results[number] = plans[number].restore(done[start:end], parts[number].shape)
                 start = end
         return tuple(results)
 
@@ -94,11 +94,6 @@ def _flat(plan: Matrices, part: jax.Array) -> jax.Array:
     """[N, *inner]: the batch axes as one, then those of a matrix."""
     ordered = part.transpose(plan.order)
     return ordered.reshape(-1, *ordered.shape[plan.batch_axes :])
-
-
-def _unflat(plan: Matrices, flat: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    inverse = sorted(range(len(plan.order)), key=plan.order.__getitem__)
-    return flat.reshape([shape[axis] for axis in plan.order]).transpose(inverse)
 
 
 def _kind(plan: Matrices, flat: jax.Array, spec: PartitionSpec, wanted: list[str]) -> _Kind:

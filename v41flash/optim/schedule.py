@@ -5,6 +5,8 @@ from __future__ import annotations
 import jax.numpy as jnp
 import optax
 
+from v41flash.optim import checks
+
 
 def warmup_constant_cosine(
     peak: float,
@@ -46,12 +48,10 @@ def warmup_constant_cosine(
         >>> [round(float(rate(step)), 3) for step in (0, 3, 5, 8, 10, 99)]
         [0.25, 1.0, 1.0, 0.55, 0.1, 0.1]
     """
-    if peak < 0:
-        raise ValueError(f"learning_rate {peak} is negative")
+    checks.number("learning_rate", peak)
     if final is None:
         final = peak / 10
-    if final < 0:
-        raise ValueError(f"final learning rate {final} is negative")
+    checks.number("final learning rate", final)
     if warmup_steps < 0:
         raise ValueError(f"warmup_steps {warmup_steps} is negative")
     if (decay_from is None) != (decay_until is None):

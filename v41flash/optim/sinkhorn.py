@@ -10,7 +10,8 @@ import optax
 
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.sinkhorn import sinkhorn_update
-from v41flash.optim.axes import TABLE, Matrices, Specs, TableSpec, leaf_names, leaf_specs
+from v41flash.optim import checks
+from v41flash.optim.axes import TABLE, Matrices, Specs, TableSpec, momenta
 from v41flash.optim.meshes import with_auto_axes
 from v41flash.optim.sinkhorn_rows import scale_by_sinkhorn_rows
 
@@ -58,6 +59,9 @@ def scale_by_sinkhorn(
     momentum_dtype="bfloat16"). Within a step the matrix keeps its values, and only a vector of row
     scales and one of column scales change. Rows may be sharded.
 
+    Gradients in float32 may have entries up to 1e10. NaN, inf and larger ones show as NaN in the
+    update of the whole table.
+
     Args:
         specs: a `TableSpec`, a tree of them (a prefix of the parameters), or a function from the
             parameter tree to such a tree. The default holds for [rows, columns].
@@ -75,7 +79,10 @@ def scale_by_sinkhorn(
         iterations and a function as `specs` are static.
 
     Raises:
-        ValueError: from `init`, for a parameter whose axes are not all declared.
+        ValueError: a hyperparameter out of its range; from `init`, a parameter that holds no
+            floating-point numbers, or whose axes are not all declared; from `update`, gradients of
+            another tree or shape.
+        TypeError: a hyperparameter that is no number.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax
@@ -98,21 +105,19 @@ def scale_by_sinkhorn(
         and doubly stochastic matrices, Pacific Journal of Mathematics 21, 1967 (the iteration).
     """
 
-    def plans(tree):
-        shapes = [leaf.shape for leaf in jax.tree.leaves(tree)]
-        parts = zip(leaf_specs(specs, tree, TableSpec), shapes, leaf_names(tree), strict=True)
-        return [Matrices.of(*part) for part in parts]
+    checks.sinkhorn(beta=beta, tau=tau, gamma=gamma, eps=eps, iterations=iterations)
+    checks.floating("momentum_dtype", momentum_dtype)
+    checks.floating("compute_dtype", compute_dtype)
 
     def init(params):
-        plans(params)
+        checks.parameters(params)
+        Matrices.of_tree(specs, params, TableSpec)
+        return SinkhornState(momenta(params, momentum_dtype))
 
-        def zeros(leaf):
-            dtype = momentum_dtype or jnp.promote_types(leaf.dtype, jnp.float32)
-            return jnp.zeros_like(leaf, dtype=dtype)
-
-        return SinkhornState(jax.tree.map(zeros, params))
-
-    def one(plan, grad, kept):
+    def one(plan, grad, kept, numbers):
+        beta, tau, gamma, eps = numbers
+        if not grad.size:
+            return grad, kept
         balanced, new = sinkhorn_update(
             *plan.take(grad),
             *plan.take(kept),
@@ -127,15 +132,18 @@ def scale_by_sinkhorn(
 
     def update(updates, state, params=None, **extra_args):
         del params, extra_args
-        grads, treedef = jax.tree.flatten(updates)
+        checks.gradients(updates, state.momentum)
+        grads, treedef = jax.tree.flatten(jax.tree.map(jnp.asarray, updates))
         kept = jax.tree.leaves(state.momentum)
-        planned = plans(updates)
+        planned = Matrices.of_tree(specs, updates, TableSpec)
 
-        def run(grads, kept):
-            done = [one(*leaf) for leaf in zip(planned, grads, kept, strict=True)]
+        # Numbers are arguments: on a mesh with Explicit axes injected ones may not be closed over.
+        def run(grads, kept, numbers):
+            leaves = zip(planned, grads, kept, strict=True)
+            done = [one(*leaf, numbers) for leaf in leaves]
             return [balanced for balanced, _ in done], [new for _, new in done]
 
-        balanced, kept = with_auto_axes(run, 0, 1)(grads, kept)
+        balanced, kept = with_auto_axes(run, 0, 1)(grads, kept, (beta, tau, gamma, eps))
         return treedef.unflatten(balanced), SinkhornState(treedef.unflatten(kept))
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -181,6 +189,7 @@ def sinkhorn_balanced(
         >>> [round(float(x), 5) for x in updates[0]]
         [-0.0018, -0.0018, -0.0018, -0.0018]
     """
+    checks.learning_rate(learning_rate)
     keywords = dict(
         beta=beta,
         tau=tau,

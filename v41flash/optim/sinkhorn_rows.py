@@ -18,7 +18,8 @@ import optax
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.sinkhorn import sinkhorn, sinkhorn_update
 from pallas_kernels.sinkhorn.reference import norms, row_mask
-from v41flash.optim.axes import TABLE, Matrices, Specs, TableSpec, leaf_names, leaf_specs
+from v41flash.optim import checks
+from v41flash.optim.axes import TABLE, Matrices, Specs, TableSpec, leaf_names
 from v41flash.optim.meshes import with_auto_axes
 
 
@@ -54,20 +55,27 @@ class SinkhornRowsState(NamedTuple):
     last: optax.Updates
 
 
-class _Step(NamedTuple):
-    """What does not depend on the table."""
+class _Static(NamedTuple):
+    """What does not depend on the table, and is known when the step is traced."""
 
     capacity: int
-    beta: Any
-    tau: Any
     iterations: int
-    eps: Any
     compute_dtype: Any
     implementation: Implementation
 
 
+class _Numbers(NamedTuple):
+    """Hyperparameters that may be arrays."""
+
+    beta: jax.typing.ArrayLike
+    tau: jax.typing.ArrayLike
+    gamma: jax.typing.ArrayLike
+    eps: jax.typing.ArrayLike
+
+
 def _step(
-    hyper: _Step,
+    static: _Static,
+    numbers: _Numbers,
     rows: TableRows,
     count: jax.Array,
     touched: jax.Array,
@@ -79,7 +87,8 @@ def _step(
     """One step of one table.
 
     Args:
-        hyper: hyperparameters.
+        static: hyperparameters.
+        numbers: likewise.
         rows: state.
         count: number of this step, from 1.
         touched: bool [m].
@@ -93,7 +102,7 @@ def _step(
     """
     size = touched.shape[0]
     wide = rows.norm.dtype
-    beta = jnp.asarray(hyper.beta, wide)
+    beta = jnp.asarray(numbers.beta, wide)
 
     def gather(array, indices):
         return array.at[indices].get(mode="fill", fill_value=0)
@@ -102,7 +111,7 @@ def _step(
         return beta ** (count - last + extra).astype(wide)
 
     # New momentum of the touched rows.
-    chosen = jnp.nonzero(touched, size=hyper.capacity, fill_value=size)[0]
+    chosen = jnp.nonzero(touched, size=static.capacity, fill_value=size)[0]
     fresh = (1 - beta) * compact_gradient(chosen).astype(wide)
     old = gather(rows.momentum, chosen).astype(wide) * decay(gather(rows.last, chosen))
     new = (old + fresh).astype(rows.momentum.dtype)
@@ -111,9 +120,9 @@ def _step(
     # The mask, from norms alone.
     rho = rows.norm * decay(rows.last, 1)
     rho = rho.at[chosen].set(norms(averaged, -1), mode="drop")
-    keep = row_mask(rho, hyper.tau)[:, 0]
-    active = jnp.nonzero(keep, size=hyper.capacity, fill_value=size)[0]
-    fits = (jnp.sum(touched) <= hyper.capacity) & (jnp.sum(keep) <= hyper.capacity)
+    keep = row_mask(rho, numbers.tau)[:, 0]
+    active = jnp.nonzero(keep, size=static.capacity, fill_value=size)[0]
+    fits = (jnp.sum(touched) <= static.capacity) & (jnp.sum(keep) <= static.capacity)
 
     # In a step that does not fit nothing is written here, and the loop below runs once.
     written = jnp.where(fits, chosen, size)
@@ -125,16 +134,16 @@ def _step(
 
     # The rows to balance: the touched ones from above, the others from what they have decayed to.
     # Read after the writes, or XLA would copy the table to keep both.
-    place = jnp.full(size, hyper.capacity, jnp.int32)
-    place = place.at[chosen].set(jnp.arange(hyper.capacity, dtype=jnp.int32), mode="drop")
-    slots = place.at[active].get(mode="fill", fill_value=hyper.capacity)
+    place = jnp.full(size, static.capacity, jnp.int32)
+    place = place.at[chosen].set(jnp.arange(static.capacity, dtype=jnp.int32), mode="drop")
+    slots = place.at[active].get(mode="fill", fill_value=static.capacity)
     idle = gather(new_rows.momentum, active).astype(wide) * decay(gather(new_rows.last, active), 1)
     balanced = sinkhorn(
-        jnp.where((slots < hyper.capacity)[:, None], gather(averaged, slots), idle),
-        iterations=hyper.iterations,
-        eps=hyper.eps,
+        jnp.where((slots < static.capacity)[:, None], gather(averaged, slots), idle),
+        iterations=static.iterations,
+        eps=numbers.eps,
         keep=active < size,
-        dtype=hyper.compute_dtype,
+        dtype=static.compute_dtype,
     )
     result = write(base, jnp.where(fits, active, size), balanced)
 
@@ -144,12 +153,12 @@ def _step(
         balanced, momentum = sinkhorn_update(
             full_gradient(),
             decayed.astype(rows.momentum.dtype),
-            beta=hyper.beta,
-            tau=hyper.tau,
-            iterations=hyper.iterations,
-            eps=hyper.eps,
-            dtype=hyper.compute_dtype,
-            implementation=hyper.implementation,
+            beta=numbers.beta,
+            tau=numbers.tau,
+            iterations=static.iterations,
+            eps=numbers.eps,
+            dtype=static.compute_dtype,
+            implementation=static.implementation,
         )
         last = jnp.full_like(rows.last, 0) + count
         rows = TableRows(momentum, norms(momentum.astype(wide), -1), last)
@@ -205,7 +214,9 @@ def scale_by_sinkhorn_rows(
         capacity and iterations are static.
 
     Raises:
-        ValueError: capacity is not positive, or from `init`: another layout than [rows, columns].
+        ValueError: as `scale_by_sinkhorn`; a capacity that is not positive; from `init`, another
+            layout than [rows, columns].
+        TypeError: a hyperparameter that is no number.
 
     Example:
         >>> import jax.numpy as jnp
@@ -216,35 +227,37 @@ def scale_by_sinkhorn_rows(
         >>> [round(float(x), 4) for x in updates[7]], float(jnp.sum(jnp.abs(updates))) < 0.37
         ([0.18, 0.18], True)
     """
-    if capacity < 1:
-        raise ValueError(f"capacity must be positive, got {capacity}")
-    hyper = _Step(capacity, beta, tau, iterations, eps, compute_dtype, implementation)
-
-    def check(tree):
-        leaves, names = jax.tree.leaves(tree), leaf_names(tree)
-        for spec, leaf, name in zip(leaf_specs(specs, tree, TableSpec), leaves, names, strict=True):
-            plan = Matrices.of(spec, leaf.shape, name)
-            if plan.order != (0, 1):
-                raise ValueError(
-                    f"parameter {name!r} of shape {leaf.shape}, {spec}: touched rows need a 2-D "
-                    "table [rows, columns]"
-                )
+    numbers = _Numbers(beta, tau, gamma, eps)
+    static = _Static(capacity, iterations, compute_dtype, implementation)
+    _check(static, numbers)
+    checks.floating("momentum_dtype", momentum_dtype)
 
     def init(params):
-        check(params)
+        checks.parameters(params)
+        planned = Matrices.of_tree(specs, params, TableSpec)
+        for plan, name in zip(planned, leaf_names(params), strict=True):
+            if plan.order != (0, 1):
+                raise ValueError(
+                    f"parameter {name!r} of shape {plan.shape}: touched rows need a 2-D table, and "
+                    "TableSpec(rows=0, columns=1)"
+                )
 
         def field(name):
             return jax.tree.map(lambda x: getattr(TableRows.zeros(x, momentum_dtype), name), params)
 
         return SinkhornRowsState(jnp.zeros((), jnp.int32), *map(field, TableRows._fields))
 
-    def one(grad, rows, count):
+    def one(grad, rows, count, numbers):
+        if not grad.size:
+            return grad, rows
+
         def write(base, indices, balanced):
-            scaled = (balanced * gamma).astype(grad.dtype)
+            scaled = (balanced * numbers.gamma).astype(grad.dtype)
             return scaled if indices is None else base.at[indices].set(scaled, mode="drop")
 
         return _step(
-            hyper,
+            static,
+            numbers,
             rows,
             count,
             jnp.any(grad != 0, axis=1),
@@ -256,18 +269,19 @@ def scale_by_sinkhorn_rows(
 
     def update(updates, state, params=None, **extra_args):
         del params, extra_args
-        check(updates)
-        grads, treedef = jax.tree.flatten(updates)
+        checks.gradients(updates, state.momentum)
+        grads, treedef = jax.tree.flatten(jax.tree.map(jnp.asarray, updates))
         tables = [
             TableRows(*fields) for fields in zip(*map(jax.tree.leaves, state[1:]), strict=True)
         ]
         count = optax.safe_increment(state.count)
 
-        def run(grads, tables, count):
-            done = [one(*table, count) for table in zip(grads, tables, strict=True)]
+        # Numbers are arguments: on a mesh with Explicit axes injected ones may not be closed over.
+        def run(grads, tables, count, numbers):
+            done = [one(*table, count, numbers) for table in zip(grads, tables, strict=True)]
             return [scaled for scaled, _ in done], [rows for _, rows in done]
 
-        scaled, tables = with_auto_axes(run, 0, 1)(grads, tables, count)
+        scaled, tables = with_auto_axes(run, 0, 1)(grads, tables, count, numbers)
         fields = [treedef.unflatten(leaves) for leaves in zip(*tables, strict=True)]
         if not tables:
             fields = list(state[1:])
@@ -318,6 +332,11 @@ def sinkhorn_rows_update(
     Returns:
         (new table, new state).
 
+    Raises:
+        ValueError: shapes that do not fit, rows that are no integers, a hyperparameter out of its
+            range.
+        TypeError: a hyperparameter that is no number.
+
     Example:
         >>> import jax.numpy as jnp
         >>> table = jnp.zeros((100, 2))
@@ -328,8 +347,42 @@ def sinkhorn_rows_update(
         >>> [round(float(x), 4) for x in table[7]], int(state.last[7, 0])
         ([-0.18, -0.18], 1)
     """
-    size = table.shape[0]
-    hyper = _Step(capacity, beta, tau, iterations, eps, compute_dtype, implementation)
+    numbers = _Numbers(beta, tau, gamma, eps)
+    static = _Static(capacity, iterations, compute_dtype, implementation)
+    _check(static, numbers)
+    checks.learning_rate(learning_rate)
+    rows, values = jnp.asarray(rows), jnp.asarray(values)
+    if table.ndim != 2 or rows.ndim != 1 or values.shape != (rows.shape[0], table.shape[1]):
+        raise ValueError(
+            f"table [m, n], rows [N] and values [N, n] have shapes {table.shape}, {rows.shape} and "
+            f"{values.shape}"
+        )
+    if not jnp.issubdtype(rows.dtype, jnp.integer):
+        raise ValueError(f"rows are {rows.dtype}: must be integers")
+    if state.momentum.shape != table.shape:
+        raise ValueError(f"state is of a table {state.momentum.shape}, not {table.shape}")
+    if not table.size:
+        return table, state
+
+    def run(table, state, count, rows, values, learning_rate, numbers):
+        return _sparse_step(static, numbers, table, state, count, rows, values, learning_rate)
+
+    count = jnp.asarray(count, jnp.int32) + 1
+    return with_auto_axes(run, 0, 1)(table, state, count, rows, values, learning_rate, numbers)
+
+
+def _sparse_step(
+    static: _Static,
+    numbers: _Numbers,
+    table: jax.Array,
+    state: TableRows,
+    count: jax.Array,
+    rows: jax.Array,
+    values: jax.Array,
+    learning_rate: jax.typing.ArrayLike,
+) -> tuple[jax.Array, TableRows]:
+    """`sinkhorn_rows_update`; `count` is the number of this step."""
+    size, capacity = table.shape[0], static.capacity
     rows = jnp.where(rows < 0, size, rows)
     wide = state.norm.dtype
     touched = jnp.zeros(size, bool).at[rows].set(True, mode="drop")
@@ -345,16 +398,17 @@ def sinkhorn_rows_update(
         return jnp.zeros(table.shape, wide).at[rows].add(values.astype(wide), mode="drop")
 
     def write(base, indices, balanced):
-        change = (-learning_rate * gamma * balanced).astype(base.dtype)
+        change = (-learning_rate * numbers.gamma * balanced).astype(base.dtype)
         return base + change if indices is None else base.at[indices].add(change, mode="drop")
 
     return _step(
-        hyper,
-        state,
-        jnp.asarray(count, jnp.int32) + 1,
-        touched,
-        compact_gradient,
-        full_gradient,
-        table,
-        write,
+        static, numbers, state, count, touched, compact_gradient, full_gradient, table, write
     )
+
+
+def _check(static: _Static, numbers: _Numbers) -> None:
+    capacity = static.capacity
+    if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1:
+        raise ValueError(f"capacity must be a positive number of rows, got {capacity!r}")
+    checks.sinkhorn(**numbers._asdict(), iterations=static.iterations)
+    checks.floating("compute_dtype", static.compute_dtype)

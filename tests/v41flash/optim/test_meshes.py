@@ -10,7 +10,7 @@ import pytest
 
 
 @pytest.fixture(scope="module")
-def lines():
+def output():
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
     environment = {
         **os.environ,
@@ -27,6 +27,18 @@ def lines():
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def lines(output):
+    """One device, then one line a mesh."""
+    return output[:-2]
+
+
+@pytest.fixture(scope="module")
+def others(output):
+    """What else an optimizer goes through on a mesh, with Auto axes and with Explicit ones."""
+    return output[-2:]
 
 
 def test_equal_on_every_mesh(lines):
@@ -53,3 +65,17 @@ def test_nothing_is_made_whole_that_the_optimizer_is_told_of(lines):
     placed = [line for line in lines[1:] if line["placed"]]
     assert len(placed) == 3
     assert all(line["gathered"] <= 256 for line in placed)
+
+
+@pytest.mark.parametrize("way", ["injected", "scanned"])
+def test_injected_numbers_and_loops(others, way):
+    """`optax.inject_hyperparams`; steps inside of scan and cond, which refuse another layout."""
+    assert [line["axes"] for line in others] == ["Auto", "Explicit"]
+    for line in others:
+        # A rate in the state is float32, one that is not is a constant of the program.
+        assert line[way]["error"] < 1e-5 and line[way]["kept"] and line[way]["momenta"] == 6, line
+
+
+def test_row_sparse_steps(others):
+    for line in others:
+        assert line["sparse"] < 1e-6, line
