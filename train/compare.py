@@ -11,10 +11,9 @@ One device, one stage, no checkpoints: a comparison is done in one go.
 
 DIR holds config.json, versions.json, runs.json (the runs in order), curves.jsonl (an object every
 config.train.log_every steps: of each run the mean of every number since the last; held-out numbers
-every config.eval.every steps), summary.json and curves.png; `train.study` puts several such folders
-together. Exit status: 0 complete, 2 the flags or the configuration are wrong, 130 interrupted. A
-run whose loss is no longer finite goes on as such, beside the others; numbers that are not finite are
-null in the files.
+every config.eval.every steps), summary.json and curves.png; `train.study` puts such folders
+together. Numbers that are not finite are null; a run that has them goes on beside the others.
+Exit status: 0 complete, 2 the flags or the configuration are wrong, 130 interrupted.
 """
 
 from __future__ import annotations
