@@ -15,7 +15,7 @@ from __future__ import annotations
 import jax
 
 from pallas_kernels.dispatch import Implementation, dispatch
-from pallas_kernels.mhc import mosaic_tpu, reference
+from pallas_kernels.mhc import mosaic_gpu, mosaic_tpu, reference
 from pallas_kernels.mhc.reference import Coefficients
 
 __all__ = [
@@ -33,13 +33,19 @@ __all__ = [
 ]
 
 COEFFICIENTS_IMPLEMENTATIONS = {
+    "mosaic_gpu": mosaic_gpu.coefficients,
     "mosaic_tpu": mosaic_tpu.coefficients,
     "xla": reference.coefficients,
 }
 MIX_IMPLEMENTATIONS = {"mosaic_tpu": mosaic_tpu.mix, "xla": reference.mix}
-READ_IMPLEMENTATIONS = {"mosaic_tpu": mosaic_tpu.read, "xla": reference.read}
+READ_IMPLEMENTATIONS = {
+    "mosaic_gpu": mosaic_gpu.read,
+    "mosaic_tpu": mosaic_tpu.read,
+    "xla": reference.read,
+}
 WRITE_IMPLEMENTATIONS = {"mosaic_tpu": mosaic_tpu.write, "xla": reference.write}
 WRITE_READ_IMPLEMENTATIONS = {
+    "mosaic_gpu": mosaic_gpu.write_read,
     "mosaic_tpu": mosaic_tpu.write_read,
     "xla": reference.write_read,
 }

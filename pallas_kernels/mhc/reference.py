@@ -6,7 +6,8 @@ Coefficients are computed with the tokens on the last axis: n = 4 is far too sho
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -73,6 +74,7 @@ def coefficients_from_projection(
     *,
     sinkhorn_iters: int,
     eps: float,
+    balance: Callable[[jax.Array, int, float], jax.Array],
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(pre[n,T], post[n,T], comb[n,n,T]) of the normalised projection, rows [pre | post | comb]."""
     n = round((mixes_KxT.shape[0] + 1) ** 0.5) - 1
@@ -82,7 +84,7 @@ def coefficients_from_projection(
     pre = jax.nn.sigmoid(mixes[:n] * scale[0] + base[:n]) + eps
     post = 2 * jax.nn.sigmoid(mixes[n : 2 * n] * scale[1] + base[n : 2 * n])
     logits = (mixes[2 * n :] * scale[2] + base[2 * n :]).reshape(n, n, -1)
-    return pre, post, sinkhorn(logits, sinkhorn_iters, eps)
+    return pre, post, balance(logits, sinkhorn_iters, eps)
 
 
 def coefficients(
@@ -94,8 +96,9 @@ def coefficients(
     sinkhorn_iters: int = 20,
     eps: float = 1e-6,
     norm_eps: float = 1e-20,
+    balance: Callable[[jax.Array, int, float], jax.Array] = sinkhorn,
 ) -> Coefficients:
-    """XLA definition of `mhc.coefficients`."""
+    """XLA definition of `mhc.coefficients`; `balance` computes what `sinkhorn` does."""
     check_streams(streams, fn, base, scale)
     if sinkhorn_iters < 1:
         raise ValueError(f"mhc: sinkhorn_iters is {sinkhorn_iters}; must be at least 1")
@@ -110,7 +113,7 @@ def coefficients(
     )
     mixes_KxT = mixes_KxT * lax.rsqrt(jnp.mean(z_TxC * z_TxC, axis=-1) + norm_eps)
     pre, post, comb = coefficients_from_projection(
-        mixes_KxT, base, scale, sinkhorn_iters=sinkhorn_iters, eps=eps
+        mixes_KxT, base, scale, sinkhorn_iters=sinkhorn_iters, eps=eps, balance=balance
     )
     return Coefficients(
         pre=pre.T.reshape(*lead, n),
@@ -189,7 +192,7 @@ def read(
     norm_weight: jax.Array,
     *,
     norm_eps: float = 1e-20,
-    **keywords: float,
+    **keywords: Any,
 ) -> tuple[jax.Array, Coefficients]:
     """XLA definition of `mhc.read`; `keywords` are those of `coefficients`."""
     made = coefficients(streams, fn, base, scale, norm_eps=norm_eps, **keywords)
@@ -209,7 +212,7 @@ def write_read(
     post: jax.Array,
     comb: jax.Array,
     *read_arguments: jax.Array,
-    **keywords: float,
+    **keywords: Any,
 ) -> tuple[jax.Array, jax.Array, Coefficients]:
     """XLA definition of `mhc.write_read`: `write`, then `read` with all that follows."""
     streams = write(streams, out, post, comb)
