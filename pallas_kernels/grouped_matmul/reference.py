@@ -1,4 +1,5 @@
-"""Grouped matmul in XLA: a scan over blocks of rows, each wholly inside one group.
+"""Grouped matmul in XLA: a scan over blocks of rows, each wholly inside one group; few rows, as in
+decoding, each by a product with its own expert's weight.
 
 Groups are unequal and known only at run time, so each is padded up to whole blocks. There are at
 most M // block + E of them whatever the sizes are, hence at most M + E * block rows are multiplied.
@@ -20,6 +21,8 @@ from jax import lax
 from pallas_kernels import fp4
 
 _PACKED_FORMAT = "mxfp4"
+# Rows that are not worth a scan. XLA may copy the weights of that many experts for them.
+_FEW_ROWS = 16
 
 
 class _Blocks(NamedTuple):
@@ -38,6 +41,31 @@ def block_rows(rows: int, groups: int) -> int:
     """
     half = max(rows // (2 * groups), 1)
     return min(max(1 << (half.bit_length() - 1), 8), 512)
+
+
+def _few(rows: int, groups: int) -> bool:
+    """Whether each row gets its expert's weight: fewer are read than there are, in one step."""
+    return rows <= min(_FEW_ROWS, groups)
+
+
+def _owners(group_sizes: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
+    """(expert of each row, an arbitrary one beyond the last group; whether the row has one)."""
+    groups = group_sizes.shape[0]
+    owner_M = jnp.searchsorted(
+        jnp.cumsum(group_sizes), jnp.arange(rows), side="right", method="compare_all"
+    )
+    return jnp.minimum(owner_M, groups - 1), owner_M < groups
+
+
+def _row_by_row(x: jax.Array, w_MxKxN: jax.Array, owned_M: jax.Array) -> jax.Array:
+    y = lax.dot_general(
+        x,
+        w_MxKxN,
+        (((1,), (1,)), ((0,), (0,))),
+        precision=lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
+    return jnp.where(owned_M[:, None], y, 0).astype(x.dtype)
 
 
 def _take(array: jax.Array, index: jax.Array) -> jax.Array:
@@ -60,14 +88,12 @@ def _plan(group_sizes: jax.Array, rows: int, block: int) -> _Blocks:
     row_PxR = first_P[:, None] + jnp.arange(block)
     used_PxR = (row_PxR < end_E[expert_P][:, None]) & (owner_P < groups)[:, None]
 
-    row_M = jnp.arange(rows)
-    owner_M = jnp.searchsorted(end_E, row_M, side="right", method="compare_all")
-    expert_M = jnp.minimum(owner_M, groups - 1)
-    slot_M = block_start_E[expert_M] * block + row_M - start_E[expert_M]
+    expert_M, owned_M = _owners(group_sizes, rows)
+    slot_M = block_start_E[expert_M] * block + jnp.arange(rows) - start_E[expert_M]
     return _Blocks(
         expert_P=expert_P,
         row_PxR=jnp.where(used_PxR, row_PxR, rows),
-        slot_M=jnp.where(owner_M < groups, slot_M, count * block),
+        slot_M=jnp.where(owned_M, slot_M, count * block),
     )
 
 
@@ -85,6 +111,9 @@ def _dot(a: jax.Array, b: jax.Array, axes: tuple[int, int]) -> jax.Array:
 @jax.custom_vjp
 def _grouped_matmul(x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
     rows, w = x.shape[0], w.astype(x.dtype)
+    if _few(rows, w.shape[0]):
+        expert_M, owned_M = _owners(group_sizes, rows)
+        return _row_by_row(x, w[expert_M], owned_M)
     plan = _plan(group_sizes, rows, block_rows(rows, w.shape[0]))
 
     def multiply(_: None, block: tuple[jax.Array, jax.Array]) -> tuple[None, jax.Array]:
@@ -122,6 +151,10 @@ _grouped_matmul.defvjp(_forward, _backward)
 
 
 def _packed(x: jax.Array, w: jax.Array, group_sizes: jax.Array, scales: jax.Array) -> jax.Array:
+    if _few(x.shape[0], w.shape[0]):
+        expert_M, owned_M = _owners(group_sizes, x.shape[0])
+        w_MxNxK = fp4.decode(w[expert_M], scales[expert_M], _PACKED_FORMAT, x.dtype)
+        return _row_by_row(x, jnp.swapaxes(w_MxNxK, 1, 2), owned_M)
     plan = _plan(group_sizes, x.shape[0], block_rows(x.shape[0], w.shape[0]))
 
     def multiply(_: None, block: tuple[jax.Array, jax.Array]) -> tuple[None, jax.Array]:

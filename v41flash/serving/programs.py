@@ -11,6 +11,13 @@ from v41flash.cache import GlobalCache
 from v41flash.serving import decode, forward, prefill, replay, speculative
 from v41flash.serving.forward import Model
 
+# On a GPU a decoding loop becomes one CUDA graph, its inner loops included: its kernels are so short
+# that a host takes longer to start them than they run. XLA's default leaves loops out of graphs.
+_ONE_GRAPH = {
+    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,"
+    "CONDITIONAL,WHILE"
+}
+
 
 class Programs:
     """Jitted steps; each compiles once per shape. State that goes in is given up (donated), so that
@@ -39,14 +46,18 @@ class Programs:
         def of_model(function: Any, **keywords: Any) -> Any:
             return jit(functools.partial(function, model), **keywords)
 
+        loop = dict(donate_argnums=(1, 2))
+        if jax.default_backend() == "gpu":
+            loop["compiler_options"] = _ONE_GRAPH | (compiler_options or {})
+
         self.image_rows = of_model(forward.image_rows)
         self.exact_chunk = of_model(prefill.exact_chunk, donate_argnums=(1, 2))
         self.encoder_chunk = of_model(prefill.encoder_chunk, donate_argnums=(1, 2))
         self.decoder_replay = of_model(prefill.decoder_replay, donate_argnums=(1,))
         self.begin = jit(decode.begin, static_argnames="top")
-        self.run = of_model(decode.run, donate_argnums=(1, 2), static_argnames=("size", "top"))
+        self.run = of_model(decode.run, static_argnames=("size", "top"), **loop)
         names = ("size", "min_confidence")
-        self.speculate = of_model(speculative.run, donate_argnums=(1, 2), static_argnames=names)
+        self.speculate = of_model(speculative.run, static_argnames=names, **loop)
         self.recall = jit(replay.recall, donate_argnums=(1,))
         self.capture = jit(replay.capture)
         self.resume = jit(replay.resume, donate_argnums=(0,))
