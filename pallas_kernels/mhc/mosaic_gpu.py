@@ -1,11 +1,11 @@
 """Sinkhorn of hyper-connections on Hopper GPUs: a thread a token, its n x n matrix in registers.
 
-XLA makes every one of the 2 * sinkhorn_iters - 1 normalisations (and every one of their gradients) a
-kernel or two of its own, which take longer to start than to run; here they are one. Products and
+XLA makes every one of the 2 * sinkhorn_iters - 1 normalisations (and every one of their gradients)
+a kernel or two of its own, which take longer to start than to run; here they are one. Products and
 sums over channels stay with XLA.
 
-With y = x / s, s the sum of x: dx = (dy - sum(dy y)) / s. The x of one normalisation is the y of the
-one before, so going backwards multiplies by s, and nothing but s is kept.
+With y = x / s, s the sum of x: dx = (dy - sum(dy y)) / s. The x of one normalisation is the y of
+the one before, so going backwards multiplies by s, and nothing but s is kept.
 """
 
 from __future__ import annotations
@@ -167,6 +167,12 @@ def _sums(matrix: _Matrix, axis: int) -> list[jax.Array]:
     return [_added(line) for line in (zip(*matrix, strict=True) if axis == _OLD else matrix)]
 
 
+def _dots(one: _Matrix, other: _Matrix, axis: int) -> list[jax.Array]:
+    """Sums of products of entries."""
+    products = [list(map(jnp.multiply, *rows)) for rows in zip(one, other, strict=True)]
+    return _sums(products, axis)
+
+
 def _map(function: Callable[..., jax.Array], axis: int, lines: Any, *matrices: _Matrix) -> _Matrix:
     """`function(value of lines, entries...)` of every entry; `lines` are along the other axis."""
     n = len(matrices[0])
@@ -211,8 +217,7 @@ def _backward(logits: _Matrix, grads: _Matrix, sweeps: int, eps: float, kept: An
     def undone(comb, grads, axis, i):
         totals = [kept[i, line] for line in range(n)]
         inverses = [1.0 / total for total in totals]
-        dots = _sums([[g * y for g, y in zip(*rows, strict=True)] for rows in zip(grads, comb)], axis)
-        both = list(zip(dots, inverses, strict=True))
+        both = list(zip(_dots(grads, comb, axis), inverses, strict=True))
         grads = _map(lambda line, g: (g - line[0]) * line[1], axis, both, grads)
         return _map(jnp.multiply, axis, totals, comb), grads
 
@@ -224,5 +229,5 @@ def _backward(logits: _Matrix, grads: _Matrix, sweeps: int, eps: float, kept: An
     comb, grads = lax.fori_loop(0, sweeps - 1, sweep, (comb, grads))
     _, grads = undone(comb, grads, _OLD, 0)
     shares = _softmax(logits)
-    dots = _sums([[g * p for g, p in zip(*rows, strict=True)] for rows in zip(grads, shares)], _NEW)
+    dots = _dots(grads, shares, _NEW)
     return _map(lambda dot, p, g: p * (g - dot), _NEW, dots, shares, grads)

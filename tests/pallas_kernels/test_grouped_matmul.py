@@ -130,18 +130,20 @@ def test_arguments_that_do_not_fit(change, message):
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_packed_weights_are_those_that_they_stand_for(dtype):
+@pytest.mark.parametrize("count, used", [(35, [3, 0, 20, 7, 1]), (6, [1, 0, 0, 2, 0, 1, 0])])
+def test_packed_weights_are_those_that_they_stand_for(dtype, count, used):
+    """Many rows; fewer than there are experts."""
     rng = np.random.default_rng(0)
-    experts, out, inner, sizes = 5, 24, 64, np.array([3, 0, 20, 7, 1], np.int32)
+    experts, out, inner, sizes = len(used), 24, 64, np.array(used, np.int32)
     rows = fp4.pack(jnp.asarray(rng.normal(size=(experts, out, inner)), jnp.float32), "mxfp4")
-    x = jnp.asarray(rng.normal(size=(35, inner)), dtype)
+    x = jnp.asarray(rng.normal(size=(count, inner)), dtype)
     elements, scales = rows[..., : inner // 2], rows[..., inner // 2 :]
     ours = jax.jit(grouped_matmul)(x, elements, sizes, scales)
     dense = fp4.unpack(rows, "mxfp4", dtype).swapaxes(1, 2)
     expected = jax.jit(grouped_matmul)(x, dense, sizes).astype(jnp.float32)
     tolerance = 1e-5 if dtype == jnp.float32 else BF16_TOLERANCE
     np.testing.assert_allclose(ours.astype(jnp.float32), expected, tolerance, 10 * tolerance)
-    assert not np.asarray(ours[31:]).any()
+    assert not np.asarray(ours[sum(used) :]).any() and np.asarray(ours[: sum(used)]).any(1).all()
     assert grouped_matmul(x[:0], elements, 0 * sizes, scales).shape == (0, out)
 
 

@@ -11,11 +11,11 @@ from v41flash.cache import GlobalCache
 from v41flash.serving import decode, forward, prefill, replay, speculative
 from v41flash.serving.forward import Model
 
-# On a GPU a decoding loop becomes one CUDA graph, its inner loops included: its kernels are so short
-# that a host takes longer to start them than they run. XLA's default leaves loops out of graphs.
+# On a GPU a decoding loop becomes one CUDA graph, its inner loops included: its kernels are so
+# short that a host takes longer to start them than they run. XLA by default leaves loops out.
 _ONE_GRAPH = {
-    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,"
-    "CONDITIONAL,WHILE"
+    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,"
+    "DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
 }
 
 
