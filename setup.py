@@ -71,7 +71,7 @@ setup(
         "eval": ["lm-eval>=0.4.13"],
         "images": ["pillow>=11"],
         "serve": ["starlette>=0.46", "uvicorn>=0.34", "pydantic>=2.8"],
-        "rivals": ["torch>=2.8", "sgl-flash-mla>=1.0", "sgl-deep-gemm>=0.2"],
+        "rivals": ["torch>=2.8", "sgl-flash-mla>=1.0", "sgl-deep-gemm>=0.1.4"],
         "digits": ["pillow>=11", "scikit-learn>=1.5"],
         "parquet": ["pyarrow>=17"],
         "arrayrecord": ["array-record>=0.8"],
