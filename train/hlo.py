@@ -11,6 +11,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import jax
 from jax.extend import core as jax_core
@@ -36,6 +37,29 @@ _MESH_GROUPS = re.compile(
     r"(?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))?\s*\{([^}]*)\}"
 )
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
+
+
+class Origin(NamedTuple):
+    """Where an instruction comes from.
+
+    Attributes:
+        opcode: what it is, "fusion", "custom-call", ...
+        op_name: path in the traced function, "" where the compiler made it up.
+    """
+
+    opcode: str
+    op_name: str
+
+
+def origins(text: str) -> dict[str, Origin]:
+    """{name of an instruction: where it comes from}, of a program's text."""
+    found = {}
+    for line in text.splitlines():
+        match = _INSTRUCTION.match(line)
+        if match:
+            name = _OP_NAME.search(line)
+            found[match[1]] = Origin(match[3], name[1] if name else "")
+    return found
 
 
 @dataclasses.dataclass(frozen=True)

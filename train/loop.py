@@ -17,7 +17,7 @@ import jax
 from ml_collections import ConfigDict
 
 from pallas_kernels.checks import Checks, KernelMismatch
-from train import closing, recovery, runinfo
+from train import closing, profile, recovery, runinfo
 from train import flops as flops_lib
 from train import metrics as metrics_lib
 from train import plan as plan_lib
@@ -303,7 +303,7 @@ class _Run:
     def _update(self, update: Any, batch: step_lib.Batch) -> dict[str, Any]:
         """Gives the device its next step; returns its metrics."""
         if self.settings.profile_steps and self.step == self.settings.profile_from:
-            jax.profiler.start_trace(str(self.workdir / "profile"))
+            profile.begin(self.workdir, update)
             self.tracing = True
         self.state, metrics = update(self.state, batch)
         self.step += 1
