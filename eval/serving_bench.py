@@ -22,9 +22,7 @@ together; none measures before all have compiled, and then one at a time.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import fcntl
 import functools
 import json
 import logging
@@ -41,6 +39,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
+from pallas_kernels import measure
 from pallas_kernels import sparse_attention as attention_op
 from v41flash import presets
 from v41flash.accounting import flops
@@ -434,17 +433,6 @@ def fill_times(model: Model, tokens: int, chunk: int) -> Measurement:
     return measure
 
 
-@contextlib.contextmanager
-def held(path: str | None, kind: int) -> Iterator[None]:
-    """Holds a lock of `fcntl.flock` on a file, where one is named."""
-    if path is None:
-        yield
-        return
-    with Path(path).open("a") as file:
-        fcntl.flock(file, kind)
-        yield
-
-
 def main(arguments: Sequence[str]) -> int:
     """Runs the command line; returns the exit status."""
     if any(argument in ("-h", "--help", "-help") for argument in arguments):
@@ -476,16 +464,16 @@ def main(arguments: Sequence[str]) -> int:
     kernels = Kernels(**dict.fromkeys(ops, values.implementation))
     model = Model(bench_model(), kernels)
     tokens, chunk = values.tokens, values.chunk
-    with held(values.lock, fcntl.LOCK_SH):
-        measure = {
+    with measure.side_by_side(values.lock, alone=False):
+        timed = {
             "cache": lambda: cache_bytes(model.config, tokens or 1 << 20),
             "decode": lambda: decode_times(model, *numbers),
             "prefill": lambda: prefill_times(model, tokens or 1 << 16, chunk),
             "fill": lambda: fill_times(model, tokens or 1 << 20, chunk),
         }[values.what]()
     common = {"implementation": values.implementation, "device": jax.devices()[0].device_kind}
-    with held(values.lock, fcntl.LOCK_EX):
-        for row in measure():
+    with measure.side_by_side(values.lock, alone=True):
+        for row in timed():
             line = json.dumps(row | common)
             print(line, flush=True)
             if values.json:

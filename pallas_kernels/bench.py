@@ -52,6 +52,7 @@ def _parse(argv: list[str] | None, cases: Mapping[str, ModuleType]) -> argparse.
     parser.add_argument("--tune", action="store_true", help="fill the table of configurations")
     parser.add_argument("--budget", type=float, default=2.0, help="seconds a line, default 2")
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="one JSON object a line")
+    parser.add_argument("--lock", metavar="FILE", help="that benchmarks run side by side all name")
     chosen = parser.parse_args(argv)
     chosen.op = chosen.op or list(cases)
     chosen.case = chosen.case or ["small"]
@@ -206,9 +207,17 @@ def main(argv: list[str] | None = None) -> int:
     cases = _cases()
     chosen = _parse(argv, cases)
     if chosen.tune:
-        return int(_tune(chosen, cases) > 0)
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        plan = _plan(chosen, cases, pool)
+        with measure.side_by_side(chosen.lock, alone=True):
+            return int(_tune(chosen, cases) > 0)
+    with measure.side_by_side(chosen.lock, alone=False):
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            plan = _plan(chosen, cases, pool)
+    with measure.side_by_side(chosen.lock, alone=True):
+        return _report(chosen, plan)
+
+
+def _report(chosen: argparse.Namespace, plan: list[_Case]) -> int:
+    """Times and prints everything; returns the exit status."""
     # Measured when everything is compiled: in the same minute as the lines.
     ceilings = measure.ceilings(chosen.budget)
     where = {

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -109,6 +111,23 @@ def seconds(
         samples.append(elapsed / group)
         spent += elapsed
     return statistics.median(samples)
+
+
+@contextlib.contextmanager
+def side_by_side(lock: str | None, *, alone: bool) -> Iterator[None]:
+    """For processes that compile side by side and are timed one at a time.
+
+    Args:
+        lock: file that all of them name (`fcntl.flock`); None: there are no others.
+        alone: wait until nobody compiles, and keep the others waiting: for timing. False: for
+            compiling.
+    """
+    if lock is None:
+        yield
+        return
+    with open(lock, "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        yield
 
 
 def repeated(function: Callable[..., Any], repeats: int) -> Callable[..., Any]:

@@ -2,6 +2,8 @@
 
 import json
 import sys
+import threading
+import time
 import types
 
 import jax.numpy as jnp
@@ -47,6 +49,30 @@ def test_rivals_that_do_not_run_are_said_to(monkeypatch, capsys, tmp_path):
     rows = [json.loads(line) for line in lines.read_text().splitlines()]
     declined = {row["variant"]: row["declined"] for row in rows if "declined" in row}
     assert declined == {"theirs": "RuntimeError: needs a GPU"}
+
+
+def test_side_by_side(tmp_path):
+    """Compiling goes on together; who times waits for those that compile, and is alone then."""
+    lock, seen, compiling = str(tmp_path / "lock"), [], threading.Barrier(3)
+
+    def work(seconds):
+        with measure.side_by_side(lock, alone=False):
+            compiling.wait(timeout=30)  # never passed if one had to wait for another
+            time.sleep(seconds)
+            seen.append("compiled")
+        with measure.side_by_side(lock, alone=True):
+            seen.append("begins")
+            time.sleep(0.05)
+            seen.append("ends")
+
+    threads = [threading.Thread(target=work, args=(0.1 * i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    assert seen == ["compiled"] * 3 + ["begins", "ends"] * 3
+    with measure.side_by_side(None, alone=True):
+        pass
 
 
 def test_repeated():
