@@ -79,17 +79,30 @@ def widths(draw):
     }
 
 
+# The smallest schedule.
+ONE_LAYER = {
+    "num_hidden_layers": 1,
+    "compress_ratios": (1,),
+    "kv_source_layer_ids": (0,),
+    "index_source_layer_ids": (0,),
+    "candidate_source_layer_id": None,
+}
+
+
 @st.composite
-def models(draw, *, odd=2):
-    """Fields of a ModelConfig: a schedule, sizes, and up to `odd` fields with an odd value."""
+def models(draw, *, odd=2, schedule=None):
+    """Fields of a ModelConfig: a schedule, sizes, and up to `odd` fields with an odd value.
+
+    Where a `schedule` is given it is that one, without Engram.
+    """
     values = micro.model().to_dict()
-    if draw(st.booleans()):
+    if schedule or draw(st.booleans()):
         values |= dict(
             engram_layer_ids=(), engram_num_embeddings=(), engram_max_ngram_size=0,
             engram_n_heads=0, engram_head_dim=0, engram_vocab_size=0,
             engram_compressed_vocab_size=0,
         )  # fmt: skip
-    values |= draw(schedules())
+    values |= schedule or draw(schedules())
     values |= draw(widths())
     for name in draw(st.lists(st.sampled_from(FIELDS), max_size=odd, unique=True)):
         values[name] = draw(ODD_VALUES)

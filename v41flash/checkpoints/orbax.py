@@ -25,8 +25,9 @@ from v41flash.errors import InputError
 
 _SUMS = "checksums"
 _SHOWN = 3
-# Libraries add pages of their own settings to what was wrong.
-_LONGEST_REASON = 240
+# Libraries say first what they were about to do, then what was wrong ("No space left"), with pages
+# of their own settings in between.
+_KEPT_OF_REASON = 140
 # One array that cannot be written ends a save, while others are still being written: its folder is
 # gone when it was not there so many times in a row.
 _QUIET_LOOKS, _LOOKS, _SECONDS_BETWEEN_LOOKS = 3, 100, 0.1
@@ -60,8 +61,8 @@ class SaveError(RuntimeError):
 
 def _reason(error: Exception) -> str:
     text = " ".join(str(error).split())
-    if len(text) > _LONGEST_REASON:
-        text = text[:_LONGEST_REASON] + "..."
+    if len(text) > 2 * _KEPT_OF_REASON:
+        text = f"{text[:_KEPT_OF_REASON]} ... {text[-_KEPT_OF_REASON:]}"
     return f"{type(error).__name__}: {text}"
 
 
