@@ -31,7 +31,7 @@ from ml_collections import ConfigDict
 
 from train.data import pipeline
 from v41flash.checkpoints import names
-from v41flash.checkpoints.orbax import Checkpoints
+from v41flash.checkpoints.orbax import Checkpoints, SaveError
 from v41flash.config import ModelConfig
 from v41flash.errors import InputError
 from v41flash.nn import ced
@@ -250,9 +250,13 @@ def main(arguments: Sequence[str]) -> int:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     params = train(run, config, data, chosen)
-    with Checkpoints(chosen.workdir / DRAFT_FOLDER, keep=1) as stored:
-        done = {"steps": np.asarray(chosen.steps)}
-        stored.save(chosen.steps, params=params, opt_state=done, meta={"model": fields})
+    try:
+        with Checkpoints(chosen.workdir / DRAFT_FOLDER, keep=1, writes=True) as stored:
+            done = {"steps": np.asarray(chosen.steps)}
+            stored.save(chosen.steps, params=params, opt_state=done, meta={"model": fields})
+    except SaveError as error:
+        print(f"training failed: {error}", file=sys.stderr)
+        return 1
     print(f"draft head saved in {chosen.workdir / DRAFT_FOLDER}")
     return 0
 

@@ -6,8 +6,9 @@
                                    and the checksums of all values
 
 Parameters are an item of their own, so that evaluation reads them without knowing the optimizer. A
-step's folder gets its name only when everything in it is written. What is read is held against the
-checksums (`v41flash.checkpoints.checksums`): it is what was saved, or the checkpoint is named.
+step's folder gets its name only when everything in it is written, and loses it before anything in
+it is deleted. What is read is held against the checksums (`v41flash.checkpoints.checksums`): it is
+what was saved, or the checkpoint is named.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ import orbax.checkpoint as ocp
 from v41flash.checkpoints import checksums
 from v41flash.errors import InputError
 
+# Where checkpoints go that are to be deleted: in one step, as a folder that is deleted under its
+# own name would be half a checkpoint for a while.
+_SUPERSEDED = "superseded"
 _SUMS = "checksums"
 _SHOWN = 3
 # Libraries say first what they were about to do, then what was wrong ("No space left"), with pages
@@ -82,10 +86,15 @@ class Checkpoints:
             self._directory,
             item_names=("params", "opt_state", "meta"),
             options=ocp.CheckpointManagerOptions(
-                max_to_keep=keep, enable_async_checkpointing=True, cleanup_tmp_directories=writes
+                max_to_keep=keep,
+                enable_async_checkpointing=True,
+                cleanup_tmp_directories=writes,
+                todelete_subdir=_SUPERSEDED,
             ),
         )
         self._saving: int | None = None
+        self._writes = writes
+        self._remove_superseded()
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -139,6 +148,10 @@ class Checkpoints:
             self._remove_begun(step)
         folder = self._directory / str(step)
         return SaveError(step, f"checkpoint {folder} cannot be written: {_reason(error)}")
+
+    def _remove_superseded(self) -> None:
+        if self._writes and jax.process_index() == 0:
+            shutil.rmtree(self._directory / _SUPERSEDED, ignore_errors=True)
 
     def _remove_begun(self, step: int | None) -> None:
         """Removes the folders of a save that has failed, and what its last writers add to them."""
@@ -218,6 +231,7 @@ class Checkpoints:
         except Exception as error:
             raise self._failed(error) from error
         self._saving = None
+        self._remove_superseded()
 
     def close(self) -> None:
         """Finishes pending saves and frees the background threads.
@@ -229,3 +243,4 @@ class Checkpoints:
             self._manager.close()
         except Exception as error:
             raise self._failed(error) from error
+        self._remove_superseded()

@@ -232,6 +232,22 @@ def test_what_an_interrupted_save_left(tmp_path):
     assert _restore(folder, 4) == "exact"
 
 
+def test_what_an_interrupted_deletion_left(tmp_path, monkeypatch):
+    """A checkpoint has lost its name before the first of its files is deleted."""
+    folder = tmp_path / "c"
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", lambda *_, **__: None)
+        _save(folder, steps=(2, 4), keep=1)
+    left = folder / "superseded" / "2"
+    assert (left / "meta").is_dir()
+    assert _restore(folder, 4) == "exact"
+    with Checkpoints(folder) as checkpoints:
+        assert checkpoints.steps() == [4]
+    assert left.exists()
+    _save(folder, steps=(6,), keep=1)
+    assert sorted(path.name for path in folder.iterdir()) == ["6"]
+
+
 def test_steps_must_grow(tmp_path):
     _save(tmp_path / "c", steps=(4,))
     with pytest.raises(ValueError, match=r"step 3: .* has \[4\] already"):
