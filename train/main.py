@@ -46,6 +46,10 @@ _CONFIG = re.compile(r"--?config(?:=(.*))?$")
 class _UsageError(InputError):
     """Wrong flags."""
 
+    def __init__(self, text: str):
+        """`text` becomes one line: it names what was given, which may hold line breaks."""
+        super().__init__(" ".join(text.split()))
+
 
 def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())
@@ -73,7 +77,7 @@ def _load(path: str) -> ConfigDict:
         config = module.get_config(argument) if colon else module.get_config()
         config.to_dict()
     except Exception as error:  # whatever the file's own code raises is a mistake in it
-        raise _UsageError(f"--config={path}: {_where(error, name)}{_one_line(error)}") from error
+        raise _UsageError(f"--config={path}: {_where(error, name)}{error}") from error
     return config
 
 
@@ -161,7 +165,7 @@ def parse_config(arguments: Sequence[str], values: flags.FlagValues) -> ConfigDi
         rest = values(argv)
         chosen = config.value
     except (flags.Error, TypeError, ValueError) as error:
-        raise _UsageError(_one_line(error)) from error
+        raise _UsageError(str(error)) from error
     if len(rest) > 1:
         raise _UsageError(f"{rest[1]!r} is no flag: write --name=value")
     return chosen
@@ -172,7 +176,7 @@ def _join_processes(cluster: _Cluster) -> None:
         jax.distributed.initialize(*cluster)
     except (RuntimeError, ValueError) as error:  # no cluster, or its coordinator does not answer
         name = "mesh.distributed=True" if None in cluster else f"--coordinator={cluster[0]}"
-        raise _UsageError(f"{name}: {_one_line(error)}") from error
+        raise _UsageError(f"{name}: {error}") from error
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 # Documents start at a multiple of this in a packed row: compression groups never straddle two.
 DOCUMENT_ALIGNMENT = 8
+# Nothing can be counted that has so many of it.
+_TOO_MANY = 2**31
 # Channels that share a scale in the FP8 and MXFP4 formats; FP4 has 16 and divides it.
 QUANT_BLOCK = 32
 
@@ -200,8 +202,11 @@ def check_vision(v: VisionConfig) -> None:
 
 
 def _at_least(config, name: str, least: int, prefix: str = "") -> None:
-    if vars(config)[name] < least:
-        raise ConfigError(prefix + name, vars(config)[name], f"must be at least {least}")
+    value = vars(config)[name]
+    if value < least:
+        raise ConfigError(prefix + name, value, f"must be at least {least}")
+    if value >= _TOO_MANY:
+        raise ConfigError(prefix + name, value, "must be below 2**31 (places are 32-bit)")
 
 
 def _positive(name: str, value: float) -> None:
@@ -415,11 +420,11 @@ def _check_engram(c: ModelConfig) -> None:
                 c.engram_layer_ids,
                 f"layer {i} is a Reuse layer; must be window-only, Full or Reindex layers",
             )
-    if not all(0 < rows < 2**31 for rows in c.engram_num_embeddings):
+    if not all(0 < rows < _TOO_MANY for rows in c.engram_num_embeddings):
         raise ConfigError(
             "engram_num_embeddings",
             c.engram_num_embeddings,
-            "must be above 0 and below 2**31 (rows are 32-bit)",
+            "must be above 0 and below 2**31 (places are 32-bit)",
         )
     _at_least(c, "engram_max_ngram_size", 2)
     for name in ("engram_row_multiple", "engram_n_heads", "engram_head_dim", "engram_vocab_size"):

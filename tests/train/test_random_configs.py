@@ -200,6 +200,7 @@ def test_command_lines_are_runs_or_one_line(base, tmp_path, examples):
     counts = collections.Counter()
 
     @_options(max_examples=examples)
+    @hypothesis.example(["--config.\n"])
     @given(st.lists(flags, max_size=3))
     def check(arguments):
         try:

@@ -327,6 +327,9 @@ REFUSED = [
     ("window_kv_format", "'fp8' or 'none'", dict(window_kv_format="fp4")),
     ("index_format", "'mxfp4' or 'none'", dict(index_format="fp4")),
     ("hc_base_init", "'zero' or 'identity'", dict(hc_base_init="one")),
+    # More than there are places.
+    ("vocab_size", "32-bit", dict(vocab_size=2**31)),
+    ("hc_sinkhorn_iters", "32-bit", dict(hc_sinkhorn_iters=10**30)),
     # Tokens.
     ("bos_token_id", "below vocab_size (256)", dict(bos_token_id=256)),
     ("eos_token_id", "below vocab_size (256)", dict(eos_token_id=-1)),
