@@ -333,7 +333,7 @@ class ModelConfig:
         values = dict(values)
         for name, nested in (("vision", VisionConfig), ("quantization_config", QuantizationConfig)):
             if values.get(name) is not None and not isinstance(values[name], nested):
-                values[name] = _build(nested, dict(values[name]), f"{name}.")
+                values[name] = _build(nested, _object(name, values[name]), f"{name}.")
         return _build(cls, values)
 
     # -- Published form -------------------------------------------------------------------------
@@ -350,6 +350,8 @@ class ModelConfig:
         """
         top = dict(published)
         text = top.pop("text_config", None)
+        if text is not None:
+            text = _object("text_config", text)
         if text is None or "kv_source_layer_ids" not in text:
             where = "text_config" if text is None else "text_config.kv_source_layer_ids"
             raise ConfigError(
@@ -358,24 +360,24 @@ class ModelConfig:
                 "missing: not a V4.1-Flash config.json (V4-Flash files name no KV source layers,"
                 " and that model is not supported)",
             )
-        text = dict(text)
         _expect(top, "model_type", _HF_MODEL_TYPE)
         _expect(text, "model_type", _HF_MODEL_TYPE + "_text", "text_config.")
         if "architectures" in top:
             _expect(top, "architectures", [_HF_ARCHITECTURE])
 
         values = {"dtype": top.pop("torch_dtype", "bfloat16")}
-        rope = dict(text.pop("rope_scaling", {}))
+        rope = _object("text_config.rope_scaling", text.pop("rope_scaling", {}))
         _expect(rope, "rope_type", "yarn", "text_config.rope_scaling.")
         vision = top.pop("vision_config", None)
         if vision is not None:
-            vision = dict(vision)
+            vision = _object("vision_config", vision)
             _expect(vision, "model_type", _HF_MODEL_TYPE + "_vision", "vision_config.")
             values["vision"] = _build(VisionConfig, vision, "vision_config.")
         quantization = top.pop("quantization_config", None)
         if quantization is not None:
+            quantization = _object("quantization_config", quantization)
             values["quantization_config"] = _build(
-                QuantizationConfig, dict(quantization), "quantization_config."
+                QuantizationConfig, quantization, "quantization_config."
             )
         sections = (
             (top, "", {name: name for name in _HF_TOP}),
@@ -471,6 +473,13 @@ def _expect(section: dict, key: str, value, prefix: str = "") -> None:
         raise ConfigError(prefix + key, found, f"must be {value!r}")
 
 
+def _object(name: str, value: Any) -> dict[str, Any]:
+    try:
+        return dict(value)
+    except (TypeError, ValueError):
+        raise ConfigError(name, value, "must be an object: names and their values") from None
+
+
 def _build(cls, values: dict, prefix: str = ""):
     """Constructs a configuration class, naming unknown and missing keys."""
     fields = {field.name: field for field in dataclasses.fields(cls)}
@@ -498,7 +507,10 @@ def _coerce(name: str, declared: str, value):
     if kind == "int" and is_number and hasattr(value, "__index__"):
         return operator.index(value)
     if kind == "float" and is_number:
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise ConfigError(name, value, "must be within the range of a float") from None
     if kind == "bool" and isinstance(value, bool):
         return value
     if kind == "str" and isinstance(value, str):

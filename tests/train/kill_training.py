@@ -2,9 +2,9 @@
 
     python -m tests.train.kill_training DIR [--kills=50] [--inside=15] [--processes=1]
 
-A run of a very small model saves every other step. It is killed (SIGKILL; of several processes all
-or one) after a random time, again and again, until it is done; a folder of a checkpoint that was
-being written shows that a kill was inside a save. Every number that it ever logs must be, to the
+A run of a very small model saves every other step. It is killed (SIGKILL, all of its processes)
+after a random time, again and again, until it is done; a folder of a checkpoint that was being
+written shows that a kill was inside a save. Every number that it ever logs must be, to the
 last bit, that of a run nobody disturbed (so no batch came twice or never), it must have gone on
 from the newest complete checkpoint, and every complete checkpoint must be what was saved.
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import pathlib
 import pickle
 
@@ -530,6 +531,33 @@ def test_golden_config_round_trip(name):
     assert (config.vision is None) == ("vision_config" not in published)
 
 
+ODD = [
+    *(-(2**40), -3, 0, 1, 2**31, 2**63, 1 << 100, 10**400, True, False, None),
+    *(1.5, math.nan, math.inf, -math.inf, 1e300, "", "a", "fp4", "bfloat16", "float64", b"x"),
+    *([], [1], [5, -2, 0], [None], ["a"], [2**40], (2, 1), {}, {"a": 1}, {"": 0}, {1: 2}, object()),
+]
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(ModelConfig)])
+def test_any_value_of_a_field_is_a_model_or_one_line(field):
+    for value in ODD:
+        try:
+            config = ModelConfig.from_dict(tiny().to_dict() | {field: value})
+        except ConfigError as error:
+            assert error.field.partition(".")[0] in tiny().to_dict()
+            assert len(str(error).splitlines()) == 1
+        else:
+            assert ModelConfig.from_dict(config.to_dict()) == config
+
+
+@pytest.mark.parametrize("field", ["vision", "quantization_config"])
+@pytest.mark.parametrize("value", [5, "fp4", [3], True])
+def test_what_is_no_object_is_refused(field, value):
+    with pytest.raises(ConfigError) as caught:
+        ModelConfig.from_dict(tiny().to_dict() | {field: value})
+    check_line(caught.value, field, "must be an object")
+
+
 def test_from_hf_leaves_its_argument_alone():
     published = golden_file("storage_i")
     ModelConfig.from_hf(published)
@@ -569,6 +597,10 @@ def test_v4_flash_file_is_refused():
         ("quantization_config.bits", 3, "quantization_config.bits", "unknown key"),
         ("model_type", "deepseek_v4", "model_type", "'deepseek_v41'"),
         ("architectures", ["LlamaForCausalLM"], "architectures", "DeepseekV41ForCausalLM"),
+        ("text_config", 5, "text_config = 5", "must be an object"),
+        ("text_config.rope_scaling", "yarn", "text_config.rope_scaling = 'yarn'", "an object"),
+        ("vision_config", [1], "vision_config = [1]", "must be an object"),
+        ("quantization_config", True, "quantization_config = True", "must be an object"),
     ],
 )
 def test_published_form_refused(path, value, field, words):
