@@ -32,8 +32,9 @@ def test_a_full_disk(tmp_path):
     assert done.returncode == 0, done.stderr
     full, again, straight = json.loads(done.stdout)
     assert full["status"] == 1
-    assert full["errors"][-1].startswith("training failed: ")
-    assert "No space left on device" in full["errors"][-1]
+    # Threads of the library may write their tracebacks before and after.
+    (line,) = [line for line in full["errors"] if line.startswith("training failed: ")]
+    assert "No space left on device" in line
     assert full["checkpoints"] == ["2", "4"]
     assert again["status"] == 0 and "going on from step 4" in again["output"]
     assert again["checkpoints"] == ["2", "4", "6", "8"]
