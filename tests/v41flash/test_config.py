@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 import pathlib
 import pickle
 
@@ -328,9 +327,6 @@ REFUSED = [
     ("window_kv_format", "'fp8' or 'none'", dict(window_kv_format="fp4")),
     ("index_format", "'mxfp4' or 'none'", dict(index_format="fp4")),
     ("hc_base_init", "'zero' or 'identity'", dict(hc_base_init="one")),
-    # More than there are places.
-    ("vocab_size", "32-bit", dict(vocab_size=2**31)),
-    ("hc_sinkhorn_iters", "32-bit", dict(hc_sinkhorn_iters=10**30)),
     # Tokens.
     ("bos_token_id", "below vocab_size (256)", dict(bos_token_id=256)),
     ("eos_token_id", "below vocab_size (256)", dict(eos_token_id=-1)),
@@ -529,33 +525,6 @@ def test_golden_config_round_trip(name):
             assert getattr(config, key) == (tuple(value) if isinstance(value, list) else value), key
     assert config.rope_factor == text["rope_scaling"]["factor"]
     assert (config.vision is None) == ("vision_config" not in published)
-
-
-ODD = [
-    *(-(2**40), -3, 0, 1, 2**31, 2**63, 1 << 100, 10**400, True, False, None),
-    *(1.5, math.nan, math.inf, -math.inf, 1e300, "", "a", "fp4", "bfloat16", "float64", b"x"),
-    *([], [1], [5, -2, 0], [None], ["a"], [2**40], (2, 1), {}, {"a": 1}, {"": 0}, {1: 2}, object()),
-]
-
-
-@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(ModelConfig)])
-def test_any_value_of_a_field_is_a_model_or_one_line(field):
-    for value in ODD:
-        try:
-            config = ModelConfig.from_dict(tiny().to_dict() | {field: value})
-        except ConfigError as error:
-            assert error.field.partition(".")[0] in tiny().to_dict()
-            assert len(str(error).splitlines()) == 1
-        else:
-            assert ModelConfig.from_dict(config.to_dict()) == config
-
-
-@pytest.mark.parametrize("field", ["vision", "quantization_config"])
-@pytest.mark.parametrize("value", [5, "fp4", [3], True])
-def test_what_is_no_object_is_refused(field, value):
-    with pytest.raises(ConfigError) as caught:
-        ModelConfig.from_dict(tiny().to_dict() | {field: value})
-    check_line(caught.value, field, "must be an object")
 
 
 def test_from_hf_leaves_its_argument_alone():
