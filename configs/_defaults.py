@@ -13,6 +13,7 @@ from ml_collections import ConfigDict, config_dict
 
 from train import settings
 from train.data import pipeline
+from train.rl import settings as rl
 from v41flash.config import ModelConfig
 from v41flash.kernels import Kernels
 
@@ -23,6 +24,13 @@ def _section(values: Any, **types: type) -> dict[str, Any]:
         name: config_dict.placeholder(types[name]) if value is None else value
         for name, value in dataclasses.asdict(values).items()
     }
+
+
+def with_rl(config: ConfigDict) -> ConfigDict:
+    """A configuration with the section of `train.rl.main` beside the others."""
+    result = ConfigDict(config.to_dict())
+    result.rl = ConfigDict(_section(rl.RLSettings()))
+    return result
 
 
 def get_config(model: ModelConfig) -> ConfigDict:

@@ -48,15 +48,7 @@ def cross_entropy(
     Returns:
         The sums; the mean loss is nats / tokens.
     """
-    batch, length = targets_BxT.shape
-    chunk = max(1, min(length, chunk_tokens // batch))
-    chunks = -(-length // chunk)
-
-    def split(array):
-        widths = [(0, 0), (0, chunks * chunk - length)] + [(0, 0)] * (array.ndim - 2)
-        array = jnp.pad(array, widths)
-        array = array.reshape(batch, chunks, chunk, *array.shape[2:])
-        return jnp.moveaxis(array, 1, 0)
+    split = _splitter(*targets_BxT.shape, chunk_tokens)
 
     @jax.checkpoint
     def chunk_sums(hidden, targets, mask):
@@ -72,3 +64,37 @@ def cross_entropy(
     inputs = (split(hidden_BxTxd), split(targets_BxT), split(mask_BxT.astype(jnp.float32)))
     total, _ = jax.lax.scan(body, zero, inputs)
     return total
+
+
+def target_logprobs(
+    logits_fn: Callable[[jax.Array], jax.Array],
+    hidden_BxTxd: jax.Array,
+    targets_BxT: jax.Array,
+    *,
+    chunk_tokens: int = 2048,
+) -> jax.Array:
+    """f32[B, T], log-probability of every target; arguments and memory as of `cross_entropy`."""
+    batch, length = targets_BxT.shape
+    split = _splitter(batch, length, chunk_tokens)
+
+    @jax.checkpoint
+    def chunk_logprobs(inputs):
+        hidden, targets = inputs
+        return -token_nats(logits_fn(hidden), targets)
+
+    chunks = jax.lax.map(chunk_logprobs, (split(hidden_BxTxd), split(targets_BxT)))
+    return jnp.moveaxis(chunks, 0, 1).reshape(batch, -1)[:, :length]
+
+
+def _splitter(batch: int, length: int, chunk_tokens: int) -> Callable[[jax.Array], jax.Array]:
+    """[B, T, ...] -> [chunks, B, t, ...], padded with zeros."""
+    chunk = max(1, min(length, chunk_tokens // batch))
+    chunks = -(-length // chunk)
+
+    def split(array):
+        widths = [(0, 0), (0, chunks * chunk - length)] + [(0, 0)] * (array.ndim - 2)
+        array = jnp.pad(array, widths)
+        array = array.reshape(batch, chunks, chunk, *array.shape[2:])
+        return jnp.moveaxis(array, 1, 0)
+
+    return split

@@ -22,7 +22,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -179,10 +179,21 @@ def _join_processes(cluster: _Cluster) -> None:
         raise _UsageError(f"{name}: {error}") from error
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Runs the command line; returns the exit status."""
+def main(
+    arguments: Sequence[str],
+    run: Callable[[ConfigDict, Path, Stop], None] | None = None,
+    usage: str | None = __doc__,
+) -> int:
+    """Runs the command line; returns the exit status.
+
+    Args:
+        arguments: the command line.
+        run: what is done with a configuration and a folder, until it is asked to stop; training
+            (`loop.run`) when None.
+        usage: what --help prints.
+    """
     if any(argument in ("-h", "--help", "-help") for argument in arguments):
-        print(__doc__)
+        print(usage)
         return 0
     try:
         config, workdir, cluster = _parse_run(arguments, flags.FlagValues())
@@ -192,7 +203,7 @@ def main(arguments: Sequence[str]) -> int:
             _join_processes(cluster)
         stop = Stop()
         with stop.listening():
-            loop.run(config, workdir, stop)
+            (run or loop.run)(config, workdir, stop)
     except Stopped as error:
         print(_one_line(error), file=sys.stderr)
         return STATUS
@@ -208,7 +219,7 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _bound_cpu_memory() -> None:
+def bound_cpu_memory() -> None:
     """Sets the default of one XLA flag, before anything starts the backend.
 
     On the CPU, XLA's own default scheduler runs ahead where it can and so keeps many layers'
@@ -222,5 +233,5 @@ def _bound_cpu_memory() -> None:
 
 
 if __name__ == "__main__":
-    _bound_cpu_memory()
+    bound_cpu_memory()
     sys.exit(main(sys.argv[1:]))

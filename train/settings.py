@@ -323,7 +323,12 @@ def to_json(config: ConfigDict) -> dict[str, Any]:
     return json.loads(json.dumps(config.to_dict()))
 
 
-def _section(kind: type, section: str, values: ConfigDict) -> Any:
+def read_section(kind: type, section: str, values: ConfigDict) -> Any:
+    """One section as its dataclass.
+
+    Raises:
+        SettingsError: a key is unknown or missing, or a value has the wrong type.
+    """
     fields = {field.name: field for field in dataclasses.fields(kind)}
     for key in values:
         if key not in fields:
@@ -406,11 +411,11 @@ def resolve(config: ConfigDict) -> Settings:
     return Settings(
         model=_model(config.model),
         data=config.data,
-        optimizer=_section(OptimizerSettings, "optimizer", config.optimizer),
-        train=_section(TrainSettings, "train", config.train),
-        eval=_section(EvalSettings, "eval", config.eval),
-        mesh=_section(MeshSettings, "mesh", config.mesh),
-        kernels=_section(Kernels, "kernels", config.kernels),
+        optimizer=read_section(OptimizerSettings, "optimizer", config.optimizer),
+        train=read_section(TrainSettings, "train", config.train),
+        eval=read_section(EvalSettings, "eval", config.eval),
+        mesh=read_section(MeshSettings, "mesh", config.mesh),
+        kernels=read_section(Kernels, "kernels", config.kernels),
     )
 
 

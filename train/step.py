@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -25,6 +25,10 @@ from v41flash.nn.block import NONFINITE
 from v41flash.nn.vision import ImageBatch
 
 Batch = Mapping[str, jax.Array]
+# (params, hidden [B, T, d], batch, totals of `counts`) -> (this batch's share of a loss, metrics).
+Objective = Callable[
+    [Any, jax.Array, Batch, Mapping[str, jax.Array]], tuple[jax.Array, dict[str, jax.Array]]
+]
 
 
 class TrainState(NamedTuple):
@@ -167,7 +171,7 @@ class Learned(NamedTuple):
         gradients: like the parameters.
         router_load: tokens per expert, see `v41flash.nn.moe.update_router_bias`.
         nonfinite: rows whose outputs of a layer are not finite, see `v41flash.nn.block`.
-        metrics: f32 scalars by name.
+        metrics: f32 scalars by name; those called max_.. are maxima, the others add up.
     """
 
     gradients: Any
@@ -182,7 +186,8 @@ def _images(batch: Batch) -> ImageBatch | None:
     return ImageBatch(*(batch[f"image_{name}"] for name in ImageBatch._fields))
 
 
-def _model_outputs(model: ced.CED, params: Any, batch: Batch) -> tuple[ced.Outputs, Any, Any]:
+def model_outputs(model: ced.CED, params: Any, batch: Batch) -> tuple[ced.Outputs, Any, Any]:
+    """(outputs of the model on a batch, load of its routers, rows that are not finite)."""
     outputs, state = model.apply(
         {"params": params},
         batch["tokens"],
@@ -190,6 +195,7 @@ def _model_outputs(model: ced.CED, params: Any, batch: Batch) -> tuple[ced.Outpu
         batch["segment_ids"],
         batch["engram_rows"],
         _images(batch),
+        batch.get("decoder_starts"),
         mutable=["router_load", NONFINITE],
     )
     return outputs, state["router_load"], state[NONFINITE]
@@ -218,7 +224,7 @@ def _cross_entropy(
     return losses.CrossEntropy(*run(params["head"], hidden, batch["targets"], batch["loss_mask"]))
 
 
-def _counts(batch: Batch) -> dict[str, jax.Array]:
+def counts(batch: Batch) -> dict[str, jax.Array]:
     """Denominators of the means: targets, document tokens, rows that hold any."""
     tokens = batch["segment_ids"] > 0
     return {
@@ -269,6 +275,67 @@ def _nonfinite(learned: Learned) -> dict[str, Any]:
     return {"layers": layers, "gradients": gradients}
 
 
+def next_token_objective(chunk_tokens: int) -> Objective:
+    """The mean cross entropy of the targets: metrics ce and accuracy."""
+
+    def objective(params, hidden, batch, totals):
+        entropy = _cross_entropy(params, hidden, batch, chunk_tokens)
+        ce = entropy.nats / totals["targets"]
+        return ce, {"ce": ce, "accuracy": entropy.correct / totals["targets"]}
+
+    return objective
+
+
+def make_share(model: ced.CED, settings: Settings, objective: Objective) -> Any:
+    """Builds what a part of a batch adds to the step: its shares sum to exact means.
+
+    Args:
+        model: built with `indexer_loss=True`.
+        settings: `train` gives the weights of the model's own losses.
+        objective: what is to be minimised beside them.
+
+    Returns:
+        (params, part of the batch, `counts` of the whole batch) -> `Learned`; add with `join`.
+    """
+    train = settings.train
+
+    def share(params, batch, totals):
+        if train.freeze_vision:
+            params = optimizer_lib.with_frozen_vision(params)
+        outputs, router_load, nonfinite = model_outputs(model, params, batch)
+        own = counts(batch)
+        value, metrics = objective(params, outputs.hidden, batch, totals)
+        balance = outputs.balance_loss * own["rows"] / totals["rows"]
+        kl = outputs.indexer_kl * own["tokens"] / totals["tokens"]
+        loss = value + train.balance_weight * balance + train.indexer_weight * kl
+        metrics = {
+            "loss": loss,
+            **metrics,
+            "balance": balance,
+            "indexer_kl": kl,
+            "max_main_kv": outputs.max_main_kv,
+        }
+        return loss, (router_load, nonfinite, metrics)
+
+    def part(params, batch, totals):
+        gradient = jax.value_and_grad(share, has_aux=True)
+        (_, aux), gradients = gradient(params, batch, totals)
+        return Learned(gradients, *aux)
+
+    return part
+
+
+def join(a: Learned, b: Learned) -> Learned:
+    """What two parts of a batch say together."""
+    added = jax.tree.map(jnp.add, a, b)
+    largest = {
+        name: jnp.maximum(value, b.metrics[name])
+        for name, value in a.metrics.items()
+        if name.startswith("max_")
+    }
+    return added._replace(metrics=added.metrics | largest)
+
+
 def make_gradients(model: ced.CED, settings: Settings) -> Any:
     """Builds the part of a step that knows of the data: losses and their gradients.
 
@@ -280,40 +347,10 @@ def make_gradients(model: ced.CED, settings: Settings) -> Any:
         (params, batch) -> `Learned` of the whole batch.
     """
     train = settings.train
-
-    def share(params, batch, totals):
-        """This microbatch's share of the step's loss: shares sum to exact means."""
-        if train.freeze_vision:
-            params = optimizer_lib.with_frozen_vision(params)
-        outputs, router_load, nonfinite = _model_outputs(model, params, batch)
-        counts = _counts(batch)
-        entropy = _cross_entropy(params, outputs.hidden, batch, train.loss_chunk_tokens)
-        ce = entropy.nats / totals["targets"]
-        balance = outputs.balance_loss * counts["rows"] / totals["rows"]
-        kl = outputs.indexer_kl * counts["tokens"] / totals["tokens"]
-        loss = ce + train.balance_weight * balance + train.indexer_weight * kl
-        metrics = {
-            "loss": loss,
-            "ce": ce,
-            "balance": balance,
-            "indexer_kl": kl,
-            "accuracy": entropy.correct / totals["targets"],
-            "max_main_kv": outputs.max_main_kv,
-        }
-        return loss, (router_load, nonfinite, metrics)
-
-    def part(params, batch, totals):
-        gradient = jax.value_and_grad(share, has_aux=True)
-        (_, aux), gradients = gradient(params, batch, totals)
-        return Learned(gradients, *aux)
-
-    def join(a: Learned, b: Learned) -> Learned:
-        added = jax.tree.map(jnp.add, a, b)
-        largest = jnp.maximum(a.metrics["max_main_kv"], b.metrics["max_main_kv"])
-        return added._replace(metrics={**added.metrics, "max_main_kv": largest})
+    part = make_share(model, settings, next_token_objective(train.loss_chunk_tokens))
 
     def whole(params: Any, batch: Batch) -> Learned:
-        totals = _counts(batch)
+        totals = counts(batch)
         positions = batch["segment_ids"].size
         tokens = totals["tokens"]
         totals = jax.tree.map(lambda total: jnp.maximum(total, 1.0), totals)
@@ -460,7 +497,7 @@ def make_eval_step(
 
     @functools.partial(jax.jit, compiler_options=compiler_options)
     def step(params: Any, batch: Batch) -> losses.CrossEntropy:
-        outputs, _, _ = _model_outputs(model, params, batch)
+        outputs, _, _ = model_outputs(model, params, batch)
         return _cross_entropy(params, outputs.hidden, batch, chunk_tokens)
 
     return step

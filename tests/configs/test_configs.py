@@ -8,8 +8,11 @@ import numpy as np
 import pytest
 
 import configs
+from eval.tasks import modular_walk
 from train import closing, optimizer, stages, step
 from train.data import pipeline
+from train.rl import settings as rl
+from train.settings import SettingsError
 from v41flash import sharding
 from v41flash.nn import ced
 
@@ -24,10 +27,14 @@ def load(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_it_resolves_and_its_model_and_optimizer_can_be_built(name):
     """As shapes and shardings: nothing of the size of the model is allocated."""
-    made = stages.resolve_stages(load(name))
-    for stage in made:
-        pipeline.check_config(stage.settings.data)
-    settings = made[0].settings
+    config = load(name)
+    if "rl" in config:
+        made = [rl.resolve(config)[0]]
+    else:
+        made = [stage.settings for stage in stages.resolve_stages(config)]
+    for settings in made:
+        pipeline.check_config(settings.data)
+    settings = made[0]
     model = ced.CED(settings.model, settings.kernels, indexer_loss=True)
     params = step.abstract_params(model, sharding.make_mesh({}, jax.devices()[:1]))
     embed = (settings.model.vocab_size, settings.model.hidden_size)
@@ -89,3 +96,34 @@ def test_every_mechanism_is_on(quickstart):
 def test_the_comparison_is_a_strong_one(quickstart, data):
     """What counting reaches on the bytes that a run is measured on: no straw man."""
     assert 2.3 < closing.ngram_bits_per_byte(data, quickstart.eval.batches) < 3.0
+
+
+def test_effort_learns_the_model_that_it_starts_with():
+    """And its price is one under which the best lengths are within what it may write."""
+    start, config = load("effort"), load("effort_rl")
+    assert config.model.to_dict() == start.model.to_dict()
+    price = rl.resolve(config)[1].length_price()
+    efforts = np.arange(5, 101, 5)
+    for level, scale in modular_walk.SCALES.items():
+        tokens = modular_walk.STEP_TEXT * scale
+        best = price.optimum(efforts, gain=1 / tokens, scale=tokens)
+        assert best.min() > modular_walk.STEP_TEXT, level
+        assert best.max() < modular_walk.STEP_TEXT * modular_walk.MAX_STEPS * 0.8
+    # The cap touches no trajectory.
+    assert price.reward(5, config.rl.max_tokens) > -price.c_max
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("train.indexer_warmup_steps", 5, "train.stages, train.indexer_warmup_steps"),
+        ("train.accumulation", 2, "train.accumulation = 2: must be 1"),
+        ("mesh.fsdp", 2, "mesh.fsdp = 2: must be 1"),
+        ("rl.task", "", "rl.task is empty"),
+    ],
+)
+def test_what_reinforcement_learning_has_not_got_is_refused(key, value, message):
+    config = load("effort_rl")
+    config.update_from_flattened_dict({key: value})
+    with pytest.raises(SettingsError, match=message):
+        rl.resolve(config)

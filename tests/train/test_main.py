@@ -123,8 +123,8 @@ def test_a_fault_of_the_code_keeps_its_traceback(config_file, tmp_path, monkeypa
 def test_the_program_leaves_the_environment_of_an_importer_alone(monkeypatch):
     assert "concurrency_optimized" not in os.environ.get("XLA_FLAGS", "")
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=1")
-    main_lib._bound_cpu_memory()
-    main_lib._bound_cpu_memory()
+    main_lib.bound_cpu_memory()
+    main_lib.bound_cpu_memory()
     flags = os.environ["XLA_FLAGS"].split()
     assert flags == [
         "--xla_force_host_platform_device_count=1",

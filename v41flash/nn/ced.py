@@ -68,6 +68,7 @@ class CED(nn.Module):
         segment_ids: jax.Array,
         engram_rows: jax.Array | None = None,
         images: ImageBatch | None = None,
+        decoder_starts: jax.Array | None = None,
     ) -> Outputs:
         """Runs all layers on all tokens of a packed batch.
 
@@ -79,14 +80,17 @@ class CED(nn.Module):
             engram_rows: int32 [B, T, sites, rows] of `v41flash.text.engram_hash`; None where the
                 model has no Engram.
             images: the images of the batch, for a model with an image encoder; None: text alone.
+            decoder_starts: int32 [B, T], position in its document at which a bounded replay of the
+                decoder starts, per token (`v41flash.nn.context.make_context`), so that what comes
+                after it is as in generation; None: nowhere.
 
         Returns:
             `Outputs`; hidden states of padding rows mean nothing.
         """
         cfg = self.config
         length = tokens.shape[1]
-        tokens, positions, segment_ids, engram_rows = (
-            _pad_rows(x) for x in (tokens, positions, segment_ids, engram_rows)
+        tokens, positions, segment_ids, engram_rows, decoder_starts = (
+            _pad_rows(x) for x in (tokens, positions, segment_ids, engram_rows, decoder_starts)
         )
         normal = nn.initializers.truncated_normal(cfg.initializer_range)
         embed = self.param(
@@ -112,7 +116,7 @@ class CED(nn.Module):
         if images is not None:
             images = images._replace(source=_pad_rows(images.source))
             is_image = images.source != TEXT
-        context = make_context(cfg, positions, segment_ids, engram_rows, is_image)
+        context = make_context(cfg, positions, segment_ids, engram_rows, is_image, decoder_starts)
         if engram_rows is not None and not self.is_initializing():
             params = self.variables["params"]
             memory = prefetch(cfg, params, engram_rows, self.kernels)

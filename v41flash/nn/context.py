@@ -70,6 +70,7 @@ def make_context(
     segment_ids: jax.Array,
     engram_rows: jax.Array | None,
     is_image: jax.Array | None = None,
+    decoder_starts: jax.Array | None = None,
 ) -> Context:
     """Builds the ranges and tables of a packed batch.
 
@@ -79,11 +80,14 @@ def make_context(
         segment_ids: int32 [B, T], 0 on padding.
         engram_rows: int32 [B, T, sites, rows] or None.
         is_image: bool [B, T] or None.
+        decoder_starts: int32 [B, T], position inside its document at which a replay of the decoder
+            starts, per token: from there on its windows reach no further back. None: nowhere.
 
     Returns:
         The Context. A query at document position t sees the window rows of its document in
         [t - W + 1, t], cut at the start of its replay segment in the decoder where
-        `config.replay_segment` is set, and the (t + 1) // m complete groups of its document.
+        `config.replay_segment` is set and at `decoder_starts`, and the (t + 1) // m complete groups
+        of its document.
     """
     row = jnp.arange(positions.shape[1], dtype=jnp.int32)[None]
     valid = segment_ids > 0
@@ -94,6 +98,9 @@ def make_context(
     if config.replay_segment:
         replay_start = start + positions // config.replay_segment * config.replay_segment
         decoder_lo = jnp.maximum(lo, replay_start)
+    if decoder_starts is not None:
+        after = positions >= decoder_starts
+        decoder_lo = jnp.maximum(decoder_lo, jnp.where(after, start + decoder_starts, lo))
     window = {
         "encoder": Ranges(jnp.where(valid, lo, window_hi), window_hi),
         "decoder": Ranges(jnp.where(valid, decoder_lo, window_hi), window_hi),

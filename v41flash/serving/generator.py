@@ -256,6 +256,21 @@ class Generator:
             prefix_store=prefix_store,
         )
 
+    def load(self, params: Any) -> None:
+        """Goes on with other parameters of the same model, as training makes them.
+
+        Nothing is compiled again. A draft head, which belongs to the old ones, is dropped.
+
+        Args:
+            params: parameter tree of `v41flash.nn.ced.CED`.
+
+        Raises:
+            ValueError: the generator has a prefix store: what that holds is the old parameters'.
+        """
+        if self.prefixes is not None:
+            raise ValueError("a generator with a prefix store keeps its parameters")
+        self.weights = self.weights.with_params(self.config, params)
+
     def encode(self, prompt: Prompt) -> np.ndarray:
         """Token ids int32 [n]: a text gets bos in front, ids are taken as they are."""
         if isinstance(prompt, str):

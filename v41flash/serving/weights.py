@@ -76,24 +76,36 @@ class Weights:
             raise ValueError(
                 f"dspark_target_layer_ids {targets}: must be layers of the decoder, from {first} on"
             )
-        layers = []
-        for spec in config.layers:
-            keys, index = names.place(config, spec.index)
-            stacked = params[keys[0]][keys[1]]
-            layers.append(_cast(stacked, index, config.dtype, spec.ratio))
         ids = hasher = None
         if config.num_engram_sites:
             ids, hasher = _hashing(config, token_map)
-        return cls(
-            embed=jnp.asarray(params["embed"], config.dtype),
-            head=jnp.asarray(params["head"], jnp.float32),
-            norm=jnp.asarray(params["norm"], jnp.float32),
-            layers=tuple(layers),
-            token_map=ids,
-            hasher=hasher,
-            images=jax.tree.map(jnp.asarray, params.get("images")),
-            draft=jax.tree.map(jnp.asarray, draft),
-        )
+        draft = jax.tree.map(jnp.asarray, draft)
+        return cls(**_backbone(config, params), token_map=ids, hasher=hasher, draft=draft)
+
+    def with_params(self, config: ModelConfig, params: Any) -> Weights:
+        """The same with other parameters of the model: tokens and hashing stay, a draft does not.
+
+        Args:
+            config: the model that these weights were made for.
+            params: as for `create`.
+        """
+        return dataclasses.replace(self, **_backbone(config, params), draft=None)
+
+
+def _backbone(config: ModelConfig, params: Any) -> dict[str, Any]:
+    """The fields of `Weights` that a parameter tree gives."""
+    layers = []
+    for spec in config.layers:
+        keys, index = names.place(config, spec.index)
+        stacked = params[keys[0]][keys[1]]
+        layers.append(_cast(stacked, index, config.dtype, spec.ratio))
+    return {
+        "embed": jnp.asarray(params["embed"], config.dtype),
+        "head": jnp.asarray(params["head"], jnp.float32),
+        "norm": jnp.asarray(params["norm"], jnp.float32),
+        "layers": tuple(layers),
+        "images": jax.tree.map(jnp.asarray, params.get("images")),
+    }
 
 
 def _cast(tree: Any, index: tuple[int, ...], dtype: str, ratio: int) -> Any:

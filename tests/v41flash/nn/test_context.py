@@ -59,6 +59,26 @@ def test_windows(segment):
         assert set(np.diff(hi)) <= {0, 1}
 
 
+def test_windows_after_a_replay():
+    """From the replay's start s on, the decoder's keys are in [max(s, i - W + 1), i]."""
+    config = samples.five_layers(sliding_window=5)
+    _, positions, segment_ids = packed_row()
+    starts = np.zeros_like(positions)
+    for number, (start, length) in enumerate(documents()):
+        starts[0, start : start + length] = 3 * number
+    context = make_context(
+        config, *map(jnp.asarray, (positions, segment_ids)), None, None, jnp.asarray(starts)
+    )
+    plain = make_context(config, jnp.asarray(positions), jnp.asarray(segment_ids), None)
+    seen, usual = mask(context.window["decoder"], T), mask(plain.window["decoder"], T)
+    for number, (start, length) in enumerate(documents()):
+        s = start + 3 * number
+        usual[s : start + length, start:s] = False
+    np.testing.assert_array_equal(seen, usual)
+    encoder = mask(context.window["encoder"], T)
+    np.testing.assert_array_equal(encoder, mask(plain.window["encoder"], T))
+
+
 def test_visible_groups():
     """Query t sees the groups j < (t + 1) // m of its document, and a query of padding none."""
     config = samples.five_layers()
