@@ -27,10 +27,9 @@ def _section(values: Any, **types: type) -> dict[str, Any]:
 
 
 def with_rl(config: ConfigDict) -> ConfigDict:
-    """A configuration with the section of `train.rl.main` beside the others."""
-    result = ConfigDict(config.to_dict())
-    result.rl = ConfigDict(_section(rl.RLSettings()))
-    return result
+    """The same configuration, with the section of `train.rl.main` beside the others."""
+    config.rl = ConfigDict(_section(rl.RLSettings()))
+    return config
 
 
 def get_config(model: ModelConfig) -> ConfigDict:

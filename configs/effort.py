@@ -1,4 +1,4 @@
-"""A small model that walks step by step, before it learns how far: the start of effort_rl.
+"""A small model that walks step by step, before it learns how far: where effort_rl starts.
 
     python -m eval.tasks.modular_walk --out=/tmp/walk.jsonl --count=40000
     python -m train.main --config=configs/effort.py --workdir=/tmp/effort_sft \

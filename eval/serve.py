@@ -147,7 +147,9 @@ def main(arguments: Sequence[str]) -> int:
             options=values.options,
             prefix_store=values.store.open(),
         )
-        engine = Engine(generator, context=values.context, waiting=values.waiting, on_fault=end)
+        engine = Engine(
+            generator, context=values.context, waiting=values.waiting, on_fault=end
+        )
     except InputError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2

@@ -128,6 +128,8 @@ class Reporter:
             parts.append(f"{values['tokens_per_second']:,.0f} tok/s")
         if "step_seconds" in values:
             parts.append(f"ETA {duration((self._last_step - step) * values['step_seconds'])}")
+        if "score" in values:
+            parts.append(f"score {values['score']:.3f} in {values['tokens']:.0f} tokens")
         if "heldout_bits_per_byte" in values:
             parts.append(f"held-out {values['heldout_bits_per_byte']:.4f} bits/byte")
         return "  ".join(parts)

@@ -52,7 +52,9 @@ class _Kind(NamedTuple):
 
 
 _CHAT = _Kind(ChatRequest, Service.chat, "chatcmpl", "chat.completion", "chat.completion.chunk")
-_TEXT = _Kind(CompletionRequest, Service.completions, "cmpl", "text_completion", "text_completion")
+_TEXT = _Kind(
+    CompletionRequest, Service.completions, "cmpl", "text_completion", "text_completion"
+)
 
 
 def create_app(service: Service, limits: Limits | None = None) -> Starlette:

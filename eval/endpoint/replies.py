@@ -66,7 +66,9 @@ def token_entry(decode: Decode, token: int, logprob: float) -> dict[str, Any]:
 def chat_logprobs(decode: Decode, progress: Progress) -> list[dict[str, Any]]:
     """`logprobs.content` of new tokens."""
     content = []
-    for place, (token, logprob) in enumerate(zip(progress.tokens, progress.logprobs, strict=True)):
+    for place, (token, logprob) in enumerate(
+        zip(progress.tokens, progress.logprobs, strict=True)
+    ):
         likeliest = zip(progress.top_tokens[place], progress.top_logprobs[place], strict=True)
         entry = token_entry(decode, int(token), logprob)
         entry["top_logprobs"] = [token_entry(decode, int(t), p) for t, p in likeliest]
@@ -206,3 +208,4 @@ def tool_call(call: ToolCall) -> dict[str, Any]:
     arguments = json.dumps(call.arguments, ensure_ascii=False)
     function = {"name": call.name, "arguments": arguments}
     return {"id": new_id("call"), "type": "function", "function": function}
+

@@ -122,7 +122,9 @@ class Service:
 
     def _check_answers(self, number: int, param: str) -> None:
         if number > MAX_ANSWERS:
-            raise ApiError(f"{number} answers in one request: at most {MAX_ANSWERS}", param=param)
+            raise ApiError(
+                f"{number} answers in one request: at most {MAX_ANSWERS}", param=param
+            )
         # Before anything is decoded that may have to wait.
         self.engine.check_room(number)
 

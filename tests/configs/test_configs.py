@@ -9,7 +9,7 @@ import pytest
 
 import configs
 from eval.tasks import modular_walk
-from train import closing, optimizer, stages, step
+from train import closing, main, optimizer, stages, step
 from train.data import pipeline
 from train.rl import settings as rl
 from train.settings import SettingsError
@@ -102,6 +102,9 @@ def test_effort_learns_the_model_that_it_starts_with():
     """And its price is one under which the best lengths are within what it may write."""
     start, config = load("effort"), load("effort_rl")
     assert config.model.to_dict() == start.model.to_dict()
+    flags = ["--config=configs/effort_rl.py", "--config.kernels.topk=xla", "--config.rl.samples=4"]
+    changed, _ = main.parse([*flags, "--config.rl.effort_values=(5,50)", "--workdir=x"])
+    assert rl.resolve(changed)[1].effort_values == (5, 50)
     price = rl.resolve(config)[1].length_price()
     efforts = np.arange(5, 101, 5)
     for level, scale in modular_walk.SCALES.items():

@@ -110,8 +110,9 @@ class _Job:
         self.hasher = EngramHasher.from_config(model, pad)
         self.mesh = sharding.make_mesh({}, jax.devices()[:1])
         self.model = ced.CED(model, settings.kernels, indexer_loss=True)
-        self.optimizer = optimizer_lib.build(settings.optimizer, self.mesh)
-        self.abstract = step_lib.abstract_state(self.model, self.optimizer, self.mesh)
+        params = step_lib.abstract_params(self.model, self.mesh)
+        self.optimizer = optimizer_lib.build(settings.optimizer, params)
+        self.abstract = step_lib.abstract_state(params, self.optimizer)
         workdirs.check_start(Path(train.init_from), self.abstract.params)
         try:
             workdir.mkdir(parents=True, exist_ok=True)
@@ -196,7 +197,8 @@ class _Job:
             learned = self._learn(sampled[part], weights[part])
             self._check(learned, first=first == 0)
             # How far sampler and trainer are apart only the first update can tell.
-            values = learned | values if first == 0 else values
+            if first == 0:
+                values = learned
         seconds["train_seconds"] = time.perf_counter() - started
         self.step += 1
 
