@@ -102,7 +102,7 @@ def test_effort_learns_the_model_that_it_starts_with():
     """And its price is one under which the best lengths are within what it may write."""
     start, config = load("effort"), load("effort_rl")
     assert config.model.to_dict() == start.model.to_dict()
-    flags = ["--config=configs/effort_rl.py", "--config.kernels.topk=xla", "--config.rl.samples=4"]
+    flags = ["--config=configs/effort_rl.py", "--config.kernels.mhc=xla", "--config.rl.samples=4"]
     changed, _ = main.parse([*flags, "--config.rl.effort_values=(5,50)", "--workdir=x"])
     assert rl.resolve(changed)[1].effort_values == (5, 50)
     price = rl.resolve(config)[1].length_price()
