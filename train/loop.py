@@ -29,7 +29,7 @@ from train.ledger import Dispatched, Ledger, TrainingDiverged
 from train.plan import Plan
 from train.settings import SettingsError, check_resume, to_json
 from train.step import TrainState
-from train.stopping import Stop, Stopped
+from train.stopping import Stop, end_after
 from v41flash.checkpoints.orbax import Checkpoints, SaveError
 
 
@@ -221,7 +221,7 @@ class _Run:
         self.rewinds_left -= 1
         index = stages_lib.stage_at(self.plan.stages, error.step - 1)
         self.left_out.add((index, error.batch))
-        self.state = recovery.restore(self.plan, self.checkpoints, good)
+        self.state = recovery.restore(self.plan.abstract, self.checkpoints, good)
         self.plan = self.plan.going_on_from(plan_lib.Saved(good, self.checkpoints.meta(good)))
         self.step = good
         self.reporter.rewind(good)
@@ -345,12 +345,7 @@ class _Run:
         finally:
             self.reporter.write(row)
         if stopping:
-            started = time.perf_counter()
-            self.checkpoints.wait()
-            raise Stopped(
-                f"stopped by SIGTERM after step {step}, which is saved "
-                f"({time.perf_counter() - started:.1f} s); the same command goes on from there"
-            )
+            end_after(step, self.checkpoints)
         self.ledger.restart_clock()
 
     def _save(self, iterator: TrainIterator, row: dict[str, Any], *, must: bool) -> None:

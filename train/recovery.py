@@ -18,7 +18,7 @@ from jax.experimental import multihost_utils
 
 from train import plan as plan_lib
 from train import step as step_lib
-from train.plan import Plan
+from train.plan import Plan, Saved
 from train.step import TrainState
 from v41flash.checkpoints import workdirs
 from v41flash.checkpoints.orbax import Checkpoints, DamagedCheckpoint
@@ -40,15 +40,9 @@ def start(plan: Plan, workdir: Path, damaged: dict[int, str]) -> tuple[Plan, Tra
     Raises:
         InputError: there are checkpoints, but none that is intact.
     """
-    state = None
-    while plan.saved is not None and state is None:
-        state = _restored(plan, workdir, damaged)
-        if state is None:
-            plan = plan.going_on_from(plan_lib.newest(workdir, damaged))
-    if damaged:
-        _set_aside(workdir, damaged)
-    if state is not None:
-        return plan, state
+    if plan.saved is not None:
+        saved, state = newest_intact(workdir, plan.saved, plan.abstract, damaged)
+        return plan.going_on_from(saved), state
     train, abstract = plan.settings.train, plan.abstract
     if train.init_from:
         params = workdirs.start(Path(train.init_from), abstract.params)
@@ -56,25 +50,50 @@ def start(plan: Plan, workdir: Path, damaged: dict[int, str]) -> tuple[Plan, Tra
     return plan, step_lib.init_state(plan.models[0], plan.optimizer, abstract, train.seed)
 
 
-def restore(plan: Plan, checkpoints: Checkpoints, step: int) -> TrainState:
-    """Reads one checkpoint.
+def newest_intact(
+    workdir: Path, saved: Saved, abstract: TrainState, damaged: dict[int, str]
+) -> tuple[Saved, TrainState]:
+    """Restores the newest checkpoint that is what was saved; those passed over are set aside.
+
+    Args:
+        workdir: the run folder.
+        saved: from `train.plan.newest`: where to begin.
+        abstract: the state, as shapes with shardings.
+        damaged: as in `start`.
+
+    Returns:
+        (what was restored, the state).
+
+    Raises:
+        InputError: none is intact.
+    """
+    while (state := _restored(workdir, saved.step, abstract, damaged)) is None:
+        saved = plan_lib.newest(workdir, damaged)
+    if damaged:
+        _set_aside(workdir, damaged)
+    return saved, state
+
+
+def restore(abstract: TrainState, checkpoints: Checkpoints, step: int) -> TrainState:
+    """Reads one checkpoint onto the shapes and shardings of a state.
 
     Raises:
         DamagedCheckpoint: it is not what was saved.
     """
-    abstract = plan.abstract
     params, opt_state = checkpoints.restore(
         step, params=abstract.params, opt_state=abstract.opt_state
     )
     return TrainState(jax.device_put(np.int32(step), abstract.step.sharding), params, opt_state)
 
 
-def _restored(plan: Plan, workdir: Path, damaged: dict[int, str]) -> TrainState | None:
-    """The state of `plan.saved`; None, and an entry in `damaged`, where it is not intact."""
-    step, state, fault = plan.saved.step, None, ""
+def _restored(
+    workdir: Path, step: int, abstract: TrainState, damaged: dict[int, str]
+) -> TrainState | None:
+    """The state of a step; None, and an entry in `damaged`, where it is not intact."""
+    state, fault = None, ""
     try:
         with Checkpoints(workdir / plan_lib.CHECKPOINTS) as stored:
-            state = restore(plan, stored, step)
+            state = restore(abstract, stored, step)
     except DamagedCheckpoint as error:
         fault = str(error)
     if _anywhere(bool(fault)):

@@ -262,7 +262,7 @@ def _split_norm(gradients: Any) -> tuple[jax.Array, jax.Array]:
     return optax.tree.norm(inside), optax.tree.norm(outside)
 
 
-def _nonfinite(learned: Learned) -> dict[str, Any]:
+def nonfinite_counts(learned: Learned) -> dict[str, Any]:
     """Where numbers are none: rows by layer, and arrays of gradients by the parameters' group.
 
     Squares are what the norms need anyway, so nothing is read once more.
@@ -426,7 +426,7 @@ def make_train_step(
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:
         learned = gradients(state.params, batch)
         state, metrics = update(state, learned)
-        return state, {**metrics, NONFINITE: _nonfinite(learned)}
+        return state, {**metrics, NONFINITE: nonfinite_counts(learned)}
 
     return step
 

@@ -17,13 +17,16 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from v41flash.checkpoints.orbax import Checkpoints
 
 # "Try again" (EX_TEMPFAIL): stopped on request, nothing is lost. A process that a signal has ended
 # shows as 128 + signal instead.
@@ -109,6 +112,25 @@ class Stop:
         everywhere = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
         votes = jax.make_array_from_process_local_data(everywhere, mine)
         return _adder(NamedSharding(mesh, PartitionSpec()))(votes)
+
+
+def end_after(step: int, checkpoints: Checkpoints) -> NoReturn:
+    """Ends a run that was asked to stop when its last save is complete.
+
+    Args:
+        step: that is being saved.
+        checkpoints: of the run.
+
+    Raises:
+        Stopped: always.
+        SaveError: it could not be written.
+    """
+    started = time.perf_counter()
+    checkpoints.wait()
+    raise Stopped(
+        f"stopped by SIGTERM after step {step}, which is saved "
+        f"({time.perf_counter() - started:.1f} s); the same command goes on from there"
+    )
 
 
 @functools.cache

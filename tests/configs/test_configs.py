@@ -123,6 +123,8 @@ def test_effort_learns_the_model_that_it_starts_with():
         ("train.accumulation", 2, "train.accumulation = 2: must be 1"),
         ("mesh.fsdp", 2, "mesh.fsdp = 2: must be 1"),
         ("rl.task", "", "rl.task is empty"),
+        ("train.max_rewinds", 1, "train.max_rewinds = 1: must be 0 with reinforcement learning"),
+        ("train.on_save_error", "continue", "'continue': must be 'stop' with reinforcement"),
     ],
 )
 def test_what_reinforcement_learning_has_not_got_is_refused(key, value, message):

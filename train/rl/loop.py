@@ -25,7 +25,7 @@ from ml_collections import ConfigDict
 
 from eval.tasks.asking import Asking
 from eval.tasks.verifiable import open_task
-from train import flops, plan, runinfo
+from train import flops, origin, plan, recovery, runinfo
 from train import metrics as metrics_lib
 from train import optimizer as optimizer_lib
 from train import step as step_lib
@@ -35,6 +35,7 @@ from train.rl import grpo, rollout
 from train.rl.rollout import Trajectory
 from train.rl.settings import resolve
 from train.settings import SettingsError, check_resume, to_json
+from train.stopping import Stop, end_after
 from v41flash import sharding
 from v41flash.checkpoints import workdirs
 from v41flash.checkpoints.orbax import Checkpoints
@@ -45,35 +46,45 @@ from v41flash.text import tokenizer as tokenizer_lib
 from v41flash.text.engram_hash import EngramHasher
 
 
-def run(config: ConfigDict, workdir: Path) -> None:
-    """Trains to `config.train.steps` in `workdir`, going on from its newest checkpoint.
+def run(config: ConfigDict, workdir: Path, stop: Stop | None = None) -> None:
+    """Trains to `config.train.steps` in `workdir`, going on from its newest intact checkpoint.
+
+    Args:
+        config: the configuration.
+        workdir: folder of the run.
+        stop: where the run is asked to stop; None: nobody asks.
 
     Raises:
         InputError: the configuration cannot be run, or is not the one of the run in `workdir`.
+        Stopped: it was asked to stop, and has saved.
         TrainingDiverged: a number is not finite, or sampler and trainer disagree; the newest
             checkpoint is from before it.
         ReportError: the run's numbers cannot be written.
+        SaveError: a checkpoint cannot be written.
     """
     # ---------------------------------------------------------------------------------------------
     # Set-up: nothing is written before all of the run has been checked.
     # ---------------------------------------------------------------------------------------------
+    stop = stop or Stop()
     settings, _ = resolve(config)
-    saved = plan.newest(workdir)
+    damaged: dict[int, str] = {}
+    saved = plan.newest(workdir, damaged)
     if saved is not None:
         check_resume(saved.meta["config"], to_json(config))
     steps = settings.train.steps
     if saved is not None and saved.step >= steps:
         print(f"The run in {workdir} is complete: {saved.step} steps done, {steps} asked for.")
         return
-    job = _Job(config, workdir, saved)
+    job = _Job(config, workdir, saved, damaged)
 
     # ---------------------------------------------------------------------------------------------
     # Start or restore, then step by step.
     # ---------------------------------------------------------------------------------------------
     try:
         job.start()
+        stop.before_anything()
         while job.step < steps:
-            job.update()
+            job.update(stop)
         job.checkpoints.wait()
     finally:
         job.close()
@@ -85,14 +96,21 @@ class _Job:
 
     Attributes:
         checkpoints: of the run folder.
+        saved: the checkpoint that it goes on from, if there is one.
+        state: after `step` updates.
         step: updates of the policy done.
     """
 
-    def __init__(self, config: ConfigDict, workdir: Path, saved: plan.Saved | None):
-        """Checks everything, then opens the folder."""
+    def __init__(
+        self,
+        config: ConfigDict,
+        workdir: Path,
+        saved: plan.Saved | None,
+        damaged: dict[int, str],
+    ):
+        """Checks everything, makes or restores the state, then opens the folder."""
         self.settings, self.rl = settings, rl = resolve(config)
-        self.config, self.workdir, self.saved = to_json(config), workdir, saved
-        self.step = saved.step if saved else 0
+        self.config, self.workdir = to_json(config), workdir
         pipeline.check_config(settings.data)
         model, train = settings.model, settings.train
         if not train.init_from:
@@ -114,6 +132,8 @@ class _Job:
         self.optimizer = optimizer_lib.build(settings.optimizer, params)
         self.abstract = step_lib.abstract_state(params, self.optimizer)
         workdirs.check_start(Path(train.init_from), self.abstract.params)
+        self.saved, self.state = self._state(saved, damaged)
+        self.step = self.saved.step if self.saved else 0
         try:
             workdir.mkdir(parents=True, exist_ok=True)
             runinfo.write_json(workdir / "config.json", self.config)
@@ -126,7 +146,17 @@ class _Job:
             )
         except OSError as error:
             raise SettingsError(f"--workdir={workdir}: cannot be written: {error}") from error
-        self.checkpoints = Checkpoints(workdir / "checkpoints", keep=train.keep_checkpoints)
+        self.checkpoints = Checkpoints(
+            workdir / plan.CHECKPOINTS, keep=train.keep_checkpoints, writes=True
+        )
+
+    def _state(
+        self, saved: plan.Saved | None, damaged: dict[int, str]
+    ) -> tuple[plan.Saved | None, step_lib.TrainState]:
+        if saved is not None:
+            return recovery.newest_intact(self.workdir, saved, self.abstract, damaged)
+        params = workdirs.start(Path(self.settings.train.init_from), self.abstract.params)
+        return None, step_lib.state_of(params, self.optimizer, self.abstract)
 
     def close(self) -> None:
         """Finishes what is pending, whatever happened."""
@@ -134,23 +164,16 @@ class _Job:
         self.checkpoints.close()
 
     def start(self) -> None:
-        """Makes or restores the state; builds the sampler and what the trainer compiles."""
-        origin = Path(self.settings.train.init_from)
-        params, self.reference = None, None
-        if self.saved is None:
-            params = workdirs.start(origin, self.abstract.params)
-            self.state = step_lib.state_of(params, self.optimizer, self.abstract)
-        else:
-            params, opt_state = self.checkpoints.restore(
-                self.step, params=self.abstract.params, opt_state=self.abstract.opt_state
-            )
-            count = jax.device_put(np.int32(self.step), self.abstract.step.sharding)
-            self.state = step_lib.TrainState(count, params, opt_state)
+        """Builds the sampler and what the trainer compiles."""
+        if self.saved is not None:
+            # The process may have been stopped between saving and writing the step's numbers.
             rows = metrics_lib.read(self.workdir)
             if not rows or rows[-1]["step"] < self.step:
                 self.reporter.write(self.saved.meta["row"])
             self.reporter.line(f"going on from step {self.step}")
+        self.reference = None
         if self.rl.reference_weight:
+            origin = Path(self.settings.train.init_from)
             self.reference = workdirs.start(origin, self.abstract.params)
         self.generator = Generator(
             self.settings.model,
@@ -164,6 +187,7 @@ class _Job:
         objective = grpo.objective(self.rl, allowed, chunk)
         self._part = jax.jit(step_lib.make_share(self.model, self.settings, objective))
         self._join = jax.jit(step_lib.join, donate_argnums=0)
+        self._nonfinite = jax.jit(step_lib.nonfinite_counts)
         moved = step_lib.make_update(self.optimizer, self.settings)
         self._move = jax.jit(moved, donate_argnums=0)
         bare = ced.CED(self.settings.model, self.settings.kernels)
@@ -175,8 +199,8 @@ class _Job:
 
         self._reference_logprobs = jax.jit(reference_logprobs)
 
-    def update(self) -> None:
-        """One step: samples, learns, logs, saves."""
+    def update(self, stop: Stop) -> None:
+        """One step: samples, learns, logs, saves; the last one where it is asked to stop."""
         rl, train, seed = self.rl, self.settings.train, self.settings.train.seed
         started = time.perf_counter()
         self.generator.load(self.state.params)
@@ -195,16 +219,18 @@ class _Job:
         for first in range(0, len(sampled), each):
             part = slice(first, first + each)
             learned = self._learn(sampled[part], weights[part])
-            self._check(learned, first=first == 0)
             # How far sampler and trainer are apart only the first update can tell.
             if first == 0:
+                self._check_gap(learned["gap"])
                 values = learned
         seconds["train_seconds"] = time.perf_counter() - started
         self.step += 1
 
-        last, due_save = self.step == train.steps, self.step % train.checkpoint_every == 0
+        last = self.step == train.steps
+        stopping = stop.requested and not last
+        due_save = last or stopping or self.step % train.checkpoint_every == 0
         row = {"step": self.step, **values, **summary(sampled, rewards), **seconds}
-        if due_save or last:
+        if due_save:
             self.checkpoints.save(
                 self.step,
                 params=self.state.params,
@@ -215,13 +241,15 @@ class _Job:
                     "row": row,
                 },
             )
-        if due_save or last or self.step == 1 or self.step % train.log_every == 0:
+        if due_save or self.step == 1 or self.step % train.log_every == 0:
             self.reporter.write(row)
         else:
             self.reporter.advance(self.step, row["loss"], None)
+        if stopping:
+            end_after(self.step, self.checkpoints)
 
     def _learn(self, sampled: Sequence[Trajectory], weights: np.ndarray) -> dict[str, float]:
-        """One update from some trajectories; its metrics."""
+        """One update from some trajectories; its metrics, which are finite."""
         data, replay = self.settings.data, self.settings.model.sliding_window
         packed = rollout.pack(
             sampled,
@@ -245,19 +273,20 @@ class _Job:
                 part = self._part(self.state.params, batch, totals)
                 learned = part if learned is None else self._join(learned, part)
             self.state, values = self._move(self.state, learned)
-        return {name: float(value) for name, value in jax.device_get(values).items()}
-
-    def _check(self, values: dict[str, float], *, first: bool) -> None:
-        """Stops a run that has gone wrong, before anything of it is saved."""
-        step = self.step + 1
+        values = {name: float(value) for name, value in jax.device_get(values).items()}
         for name in ("loss", "grad_norm", "indexer_grad_norm"):
             if not math.isfinite(values[name]):
-                raise TrainingDiverged(f"step {step}: {name} is {values[name]}")
-        if first and values["gap"] > self.rl.max_gap:
+                found = jax.device_get(self._nonfinite(learned))
+                where = origin.describe(self.settings.model, found)
+                raise TrainingDiverged(f"step {self.step + 1}: {name} is {values[name]}; {where}")
+        return values
+
+    def _check_gap(self, gap: float) -> None:
+        """Stops a run that has gone wrong, before anything of it is saved."""
+        if gap > self.rl.max_gap:
             raise TrainingDiverged(
-                f"step {step}: log-probabilities of sampler and trainer differ by "
-                f"{values['gap']:.3g} nats a token in the mean, more than rl.max_gap = "
-                f"{self.rl.max_gap:g}"
+                f"step {self.step + 1}: log-probabilities of sampler and trainer differ by "
+                f"{gap:.3g} nats a token in the mean, more than rl.max_gap = {self.rl.max_gap:g}"
             )
 
 

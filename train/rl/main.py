@@ -8,8 +8,10 @@ on from its own newest checkpoint. Every value of the configuration can be set b
 `train.main`; those of the section `rl` are described in `train/rl/settings.py`, tasks in
 `eval/tasks/verifiable.py`. DIR can be generated from and served like any other run.
 
-Exit status: 0 complete, 1 the run failed, 2 the flags or the configuration are wrong, 130
-interrupted.
+SIGTERM saves after the step under way and ends the run; a second signal ends it at once.
+
+Exit status: 0 complete, 1 the run failed, 2 the flags, the configuration or files are wrong, 75
+stopped by SIGTERM with nothing lost, 130 interrupted.
 """
 
 from __future__ import annotations

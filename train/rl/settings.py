@@ -100,7 +100,7 @@ def resolve(config: ConfigDict) -> tuple[Settings, RLSettings]:
 
     Raises:
         SettingsError: as `train.settings.resolve`; or what reinforcement learning has not got:
-            stages, a warm-up of indexers, several devices, images.
+            stages, a warm-up of indexers, rewinds, several devices, images.
     """
     if "rl" not in config:
         raise SettingsError("config.rl is missing; start from configs._defaults.with_rl()")
@@ -111,6 +111,16 @@ def resolve(config: ConfigDict) -> tuple[Settings, RLSettings]:
     if train.stages or train.indexer_warmup_steps:
         raise SettingsError(
             "train.stages, train.indexer_warmup_steps: must be () and 0 with reinforcement learning"
+        )
+    for name in ("max_rewinds", "check_kernels", "profile_steps"):
+        if vars(train)[name]:
+            raise SettingsError(
+                f"train.{name} = {vars(train)[name]}: must be 0 with reinforcement learning"
+            )
+    if train.on_save_error != "stop":
+        raise SettingsError(
+            f"train.on_save_error = {train.on_save_error!r}: must be 'stop' with reinforcement "
+            "learning"
         )
     if train.accumulation != 1:
         raise SettingsError(

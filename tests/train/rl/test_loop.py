@@ -14,6 +14,7 @@ from train import settings as settings_lib
 from train import step as step_lib
 from train.ledger import TrainingDiverged
 from train.rl import loop
+from train.stopping import Stop, Stopped
 from v41flash import sharding
 from v41flash.checkpoints.orbax import Checkpoints
 from v41flash.nn import ced
@@ -95,6 +96,32 @@ def test_an_interrupted_run_goes_on_identically(straight, folder, tmp_path):
     assert _rows(tmp_path) == _rows(straight)
     ours, theirs = Run.load(tmp_path).params, Run.load(straight).params
     jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+
+
+def test_a_stopped_run_goes_on_from_before_the_damage(straight, folder, tmp_path, monkeypatch):
+    """SIGTERM during a step saves it; where that checkpoint rots the one before is used."""
+    stop, sample = Stop(), loop.rollout.sample
+
+    def interrupted(*arguments):
+        stop.requested = arguments[-1] == 2
+        return sample(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.rollout, "sample", interrupted)
+        with pytest.raises(Stopped, match="after step 3, which is saved"):
+            loop.run(_config(folder), tmp_path, stop)
+    assert _rows(tmp_path) == _rows(straight)[:3]
+    data = max((tmp_path / "checkpoints" / "3" / "opt_state" / "d").iterdir(), key=_size)
+    damaged = bytearray(data.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    data.write_bytes(damaged)
+    loop.run(_config(folder), tmp_path)
+    assert _rows(tmp_path) == _rows(straight)
+    assert [path.name for path in (tmp_path / "damaged").iterdir()] == ["3"]
+
+
+def _size(path):
+    return path.stat().st_size
 
 
 def test_a_gap_stops_the_run(folder, tmp_path):
