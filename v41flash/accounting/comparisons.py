@@ -188,10 +188,20 @@ def entry_bytes(m: V4) -> int:
     return rest + rest // _V4_SCALE_BLOCK + 2 * _ROTARY + _V4_PADDING
 
 
+def csa_bytes_per_token(m: V4) -> float:
+    """Entries and index keys of the CSA layers."""
+    key = m.index_head_dim // 2 + m.index_head_dim // _INDEX_BLOCK
+    return m.csa_layers * (entry_bytes(m) + key) / CSA_RATIO
+
+
+def hca_bytes_per_token(m: V4) -> float:
+    """Entries of the HCA layers."""
+    return m.hca_layers * entry_bytes(m) / m.hca_ratio
+
+
 def global_bytes_per_token(m: V4) -> float:
     """Entries of all compressed layers, and index keys of the CSA layers."""
-    entry, key = entry_bytes(m), m.index_head_dim // 2 + m.index_head_dim // _INDEX_BLOCK
-    return m.csa_layers * (entry + key) / CSA_RATIO + m.hca_layers * entry / m.hca_ratio
+    return csa_bytes_per_token(m) + hca_bytes_per_token(m)
 
 
 def persistent_bytes_per_token(m: V4) -> float:

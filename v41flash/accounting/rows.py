@@ -183,7 +183,13 @@ def _cache(config: ModelConfig) -> Rows:
         "v4_flash.kv.entry": Row(comparisons.entry_bytes(flash), "bytes", "V4 cache layout"),
         "v4_flash.kv.csa_layers": Row(flash.csa_layers, "layers", "its compress_ratios"),
         "v4_flash.kv.hca_layers": Row(flash.hca_layers, "layers", "its compress_ratios"),
-        "v4_flash.kv.global": Row(v4, unit, "CSA entries and index keys / 4, HCA entries / 128"),
+        "v4_flash.kv.csa": Row(
+            comparisons.csa_bytes_per_token(flash), unit, "layers x (entry + index key) / 4"
+        ),
+        "v4_flash.kv.hca": Row(
+            comparisons.hca_bytes_per_token(flash), unit, "layers x entry / 128"
+        ),
+        "v4_flash.kv.global": Row(v4, unit, "CSA and HCA layers"),
         "v4_flash.kv.persistent": Row(
             v4_kept, unit, "its kv.global / V4_PERSISTENT_GLOBAL_SHARE: half is window entries"
         ),
