@@ -10,6 +10,9 @@ Other flags: --stage=N compiles the step of a later stage of the configuration; 
 --config.train.accumulation lay it out. --program=decode and --program=prefill compile a step of
 serving instead, from the weights as they are published, with all devices on the expert axis
 (`v41flash.serving.spread`): --sequences=N of --tokens=N each, --chunk=N tokens a prefill step.
+--optimization=O0 (the default) lets the compiler spend little on the code of each operation, a
+ninth for a Newton-Schulz loop; what is computed, how it is laid out and what a device holds hardly
+depend on it. UNKNOWN is the compiler's own choice, which a run has.
 Exit status: 0 it fits, 1 it does not, 2 wrong flags.
 """
 
@@ -60,6 +63,7 @@ HBM_GIB = {
     "TPU7x": 96.0,
 }
 PROGRAMS = ("train", "decode", "prefill")
+OPTIMIZATION = ("O0", "O1", "O2", "O3", "UNKNOWN")
 # Set before the compiler is loaded: it must look for no TPU, and share the machine with others.
 _ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
@@ -97,6 +101,7 @@ class Report:
         dot_flops: matrix products of a step, mean over devices; kernels by their cost estimates.
         collectives: kind -> {"bytes": received in a step, "times": how often}.
         kernels: op -> implementation that the program has -> why those before it declined.
+        optimization: of the code, as the compiler was asked: of `OPTIMIZATION`.
         trace_seconds: to trace and lower.
         compile_seconds: to compile.
         host_bytes: peak memory of this process.
@@ -120,6 +125,7 @@ class Report:
     dot_flops: float
     collectives: dict[str, dict[str, float]]
     kernels: dict[str, dict[str, list[str]]]
+    optimization: str
     trace_seconds: float
     compile_seconds: float
     host_bytes: int
@@ -158,7 +164,10 @@ class Report:
             lines.append((kind, f"{moved:.2f} GiB in {times} exchanges"))
         for op, names in sorted(self.kernels.items()):
             lines.append((op, ", ".join(names)))
-        spent = f"{self.trace_seconds:.0f} s tracing, {self.compile_seconds:.0f} s compiling"
+        spent = (
+            f"{self.trace_seconds:.0f} s tracing, {self.compile_seconds:.0f} s compiling at "
+            f"{self.optimization}"
+        )
         lines.append(("compiled in", f"{spent}, {self.host_bytes / 2**30:.1f} GiB of this host"))
         lines.append(("fits", "yes" if self.fits else "NO"))
         return lines
@@ -267,6 +276,7 @@ def compile_program(
             op: {name: sorted(reasons) for name, reasons in names.items()}
             for op, names in heard.items()
         },
+        optimization=jax.config.jax_optimization_level,
         trace_seconds=middle - started,
         compile_seconds=ended - middle,
         host_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
@@ -375,6 +385,9 @@ def main(arguments: Sequence[str]) -> int:
         )
         tokens = flags.DEFINE_integer("tokens", 2**20, "Of a sequence.", flag_values=values)
         chunk = flags.DEFINE_integer("chunk", 512, "Of a prefill step.", flag_values=values)
+        level = flags.DEFINE_enum(
+            "optimization", OPTIMIZATION[0], OPTIMIZATION, "Of the code.", flag_values=values
+        )
         stages = stages_lib.resolve_stages(parse_config(arguments, values))
         if topology.value is None:
             raise InputError("--topology is missing: name one, such as --topology=v5p:8x8x8")
@@ -382,6 +395,7 @@ def main(arguments: Sequence[str]) -> int:
             raise InputError(f"--stage={stage.value}: there are stages 0 to {len(stages) - 1}")
         settings = stages[stage.value].settings
         devices = devices_of(topology.value)
+        jax.config.update("jax_optimization_level", level.value)
         if program.value == "train":
             report, _ = train_step(settings, sharding.make_mesh(settings.mesh.sizes(), devices))
         else:

@@ -21,6 +21,7 @@ def test_mistakes_are_one_line(capsys):
         ([CONFIG], "--topology is missing"),
         ([CONFIG, "--topology=v5p:2x2x1", "--stage=9"], "stages 0 to 1"),
         (["--config=nothing.py", "--topology=v5p:2x2x1"], "no such file"),
+        ([CONFIG, "--topology=v5p:2x2x1", "--optimization=O9"], "should be one of <O0|"),
     ):
         assert aot.main(arguments) == 2
         said = capsys.readouterr().err
@@ -48,6 +49,7 @@ def test_step_compiles_for_an_absent_pod(tmp_path):
     assert 0 < report["parameter_bytes"] < report["peak_bytes"] < report["hbm_bytes"]
     assert report["collectives"]["all-gather"]["bytes"] > 0
     assert report["dot_flops"] > 0
+    assert report["optimization"] == aot.OPTIMIZATION[0]
 
 
 # Topologies of each generation, and their devices.
