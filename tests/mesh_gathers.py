@@ -14,14 +14,15 @@ SHARED_OUT = {"fsdp", "context"}
 
 def _shapes(leaf: jax.ShapeDtypeStruct) -> set[tuple[int, ...]]:
     """Shapes that parts of a parameter have, from what a device holds to the whole; of one layer
-    too where several are stacked."""
+    too where several may be stacked: stacks are split over nothing."""
     local = leaf.sharding.shard_shape(leaf.shape)
     shapes = {()}
     for whole, part in zip(leaf.shape, local, strict=True):
         sizes = {size for size in range(part, whole + 1, part) if whole % size == 0}
         shapes = {(*shape, size) for shape in shapes for size in sizes}
     shapes.discard(local)
-    return shapes | {shape[1:] for shape in shapes} | {shape[2:] for shape in shapes}
+    stacks = [depth for depth in (0, 1, 2) if local[:depth] == leaf.shape[:depth]]
+    return {shape[depth:] for shape in shapes for depth in stacks}
 
 
 def unasked(text: str, params: Any, mesh: jax.sharding.Mesh) -> list[str]:
