@@ -28,7 +28,7 @@ from v41flash.text.engram_hash import EngramHasher
 
 CONFIGS = {"quickstart": quickstart, "small": small}
 # Of the learning rate, where what rounding decides shall stay small (docs/results/full_scale.md).
-GENTLE = 0.01
+GENTLE = 0.001
 
 
 def settled(

