@@ -130,6 +130,19 @@ def test_compiles(tpu, shape, k, block):
         assert compiled.memory_analysis().temp_size_in_bytes < 4 * np.prod(shape)
 
 
+def test_compiles_in_a_loop_that_stacks_its_results(tpu):
+    """Of more scores than fit a kernel's share of vector memory unless it asks for more."""
+
+    def run(scores, lengths):
+        call = functools.partial(topk, k=512, order="index", implementation="mosaic_tpu")
+        return jax.lax.map(lambda rows: call(rows[0], lengths=rows[1]), (scores, lengths))
+
+    size = (2, 1, 256)
+    scores = jax.ShapeDtypeStruct((*size, 524288), jnp.float32)
+    compiled = tpu.compile(run, scores, jax.ShapeDtypeStruct(size, jnp.int32))
+    assert "tpu_custom_call" in compiled.as_text()
+
+
 def test_account():
     # C1: one reading of the scores, and the keys of eight rows in vector memory.
     used = mosaic_tpu.account(2048, 131072, 512)
