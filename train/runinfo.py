@@ -6,13 +6,14 @@ import importlib.metadata
 import json
 import os
 import platform
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import jax
 from clu import parameter_overview
+
+from v41flash import checkout
 
 _PACKAGES = (
     "jax",
@@ -41,17 +42,6 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2) + "\n")
 
 
-def _git(*arguments: str) -> str | None:
-    root = Path(__file__).resolve().parent.parent
-    try:
-        done = subprocess.run(
-            ["git", *arguments], cwd=root, capture_output=True, text=True, check=True
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return done.stdout.strip()
-
-
 def versions() -> dict[str, Any]:
     """Python, packages, devices, commit and command of this process."""
     packages = {}
@@ -60,7 +50,6 @@ def versions() -> dict[str, Any]:
             packages[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    status = _git("status", "--porcelain", "--untracked-files=no")
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -69,8 +58,7 @@ def versions() -> dict[str, Any]:
         "devices": jax.device_count(),
         "device_kind": jax.devices()[0].device_kind,
         "processes": jax.process_count(),
-        "commit": _git("rev-parse", "HEAD"),
-        "modified": None if status is None else bool(status),
+        **checkout.read()._asdict(),
         "command": sys.argv,
     }
 
