@@ -9,6 +9,11 @@ Each --runs stands for all combinations of its values; its keys are those of con
 one compiled program side by side (`train.lanes`), which suits models that leave the device idle.
 One device, one stage, no checkpoints: a comparison is done in one go.
 
+    --also="unrounded: model.main_kv_format=none [model.index_topk=16 ...]"
+
+takes, at the end, the held-out numbers of the trained parameters under another model too, which
+must have the same parameters: heldout_loss_under_unrounded and so on. There may be several.
+
 DIR holds config.json, versions.json, runs.json (the runs in order), curves.jsonl (an object every
 config.train.log_every steps: of each run the mean of every number since the last; held-out numbers
 every config.eval.every steps), summary.json and curves.png; `train.study` puts such folders
@@ -23,10 +28,11 @@ import dataclasses
 import itertools
 import json
 import math
+import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +47,10 @@ from train import plan as plan_lib
 from train import stages as stages_lib
 from train import step as step_lib
 from train.data import pipeline
-from train.settings import OptimizerSettings, SettingsError, closest, to_json
+from train.settings import OptimizerSettings, SettingsError, closest, flatten, to_json
+from v41flash.config import ModelConfig
 from v41flash.errors import InputError
+from v41flash.nn import ced
 
 CURVES = "curves.jsonl"
 
@@ -88,6 +96,39 @@ def _value(text: str) -> Any:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):
         return text
+
+
+def parse_also(config: ConfigDict, texts: Sequence[str]) -> dict[str, ModelConfig]:
+    """Name -> the model that a value of --also stands for.
+
+    Raises:
+        SettingsError: one line that names the key and value.
+    """
+    models: dict[str, ModelConfig] = {}
+    known = flatten(config.to_dict())
+    for text in texts:
+        name, colon, values = text.partition(":")
+        if not colon or not re.fullmatch(r"[\w.-]+", name) or name in models:
+            raise SettingsError(
+                f"--also={text!r}: must be a name of its own, a colon and KEY=VALUE ..."
+            )
+        section = ConfigDict(config.to_dict())
+        for item in values.split():
+            key, equals, value = item.partition("=")
+            if not equals or key not in known or not key.startswith("model."):
+                raise SettingsError(
+                    f"--also={text!r}: {item!r} must be KEY=VALUE, the key one of the model's"
+                    f"{closest(key, known)}"
+                )
+            try:
+                section.update_from_flattened_dict({key: _value(value)})
+            except (TypeError, ValueError) as error:
+                raise SettingsError(f"--also={text!r}: {error}") from error
+        try:
+            models[name] = stages_lib.resolve_stages(section)[0].settings.model
+        except SettingsError as error:
+            raise SettingsError(f"--also={text!r}: {error}") from error
+    return models
 
 
 def _run(config: ConfigDict, text: str, chosen: dict[str, Any]) -> lanes.Run:
@@ -144,6 +185,19 @@ def _check(config: ConfigDict, workdir: Path) -> plan_lib.Plan:
     return plan
 
 
+def _check_parameters(plan: plan_lib.Plan, others: Mapping[str, ModelConfig]) -> None:
+    """Refuses models of --also that the trained parameters do not fit."""
+
+    def shapes(params: Any) -> Any:
+        return jax.tree.map(lambda leaf: leaf.shape, params)
+
+    own = shapes(plan.abstract.params)
+    for name, model in others.items():
+        other = step_lib.abstract_params(ced.CED(model), plan.mesh)
+        if shapes(other) != own:
+            raise SettingsError(f"--also={name}: is a model with other parameters than the runs'")
+
+
 class _Comparison:
     """A comparison under way."""
 
@@ -152,6 +206,7 @@ class _Comparison:
         plan: plan_lib.Plan,
         runs: Sequence[lanes.Run],
         workdir: Path,
+        also: Mapping[str, ModelConfig],
         compiler_options: Mapping[str, Any] | None,
     ):
         """Makes the states and compiles the step."""
@@ -165,18 +220,25 @@ class _Comparison:
         keys = lanes.keys(self.groups)
         shapes = jax.eval_shape(init, keys)
         chunk = plan.settings.train.loss_chunk_tokens
-        one_run = step_lib.make_eval_step(plan.inference_model(0), chunk)
 
-        def evaluate(params: Sequence[Any], batch: step_lib.Batch) -> Any:
-            return jax.vmap(one_run, in_axes=(0, None))(lanes.joined(params), batch)
+        def evaluation(model: ced.CED) -> Future:
+            one_run = step_lib.make_eval_step(model, chunk)
+
+            def evaluate(params: Sequence[Any], batch: step_lib.Batch) -> Any:
+                return jax.vmap(one_run, in_axes=(0, None))(lanes.joined(params), batch)
+
+            params = [state.params for state in shapes]
+            lowered = jax.jit(evaluate).lower(params, self.next_batch)
+            return self.pool.submit(lowered.compile, compiler_options)
 
         # The largest program first; the others are traced while it compiles.
         self.pool = ThreadPoolExecutor()
         self.step = lanes.Step(
             plan.models[0], self.groups, shapes, self.next_batch, self.pool, compiler_options
         )
-        lowered = jax.jit(evaluate).lower([state.params for state in shapes], self.next_batch)
-        self.eval_step = self.pool.submit(lowered.compile, compiler_options)
+        self.eval_step = evaluation(plan.inference_model(0))
+        kernels = plan.models[0].kernels
+        self.also = {name: evaluation(ced.CED(model, kernels)) for name, model in also.items()}
         self.states = jax.jit(init, compiler_options=step_lib.init_options())(keys)
 
     def close(self) -> None:
@@ -207,6 +269,10 @@ class _Comparison:
                 if done == train.steps or (every and done % every == 0):
                     params = [state.params for state in self.states]
                     row |= closing.heldout(self.plan, 0, self.eval_step.result(), params)
+                if done == train.steps:
+                    for name, eval_step in self.also.items():
+                        found = closing.heldout(self.plan, 0, eval_step.result(), params)
+                        row |= {f"{key}_under_{name}": found[key] for key in found}
                 curves.write(json.dumps(_finite(row)) + "\n")
                 self._progress(row)
                 started = time.perf_counter()
@@ -261,6 +327,7 @@ def compare(
     texts: Sequence[str],
     workdir: Path,
     compiler_options: Mapping[str, Any] | None = None,
+    also: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Runs a comparison; returns what it writes to summary.json.
 
@@ -269,12 +336,14 @@ def compare(
         texts: values of --runs.
         workdir: folder for the results.
         compiler_options: of XLA.
+        also: values of --also.
 
     Raises:
         InputError: one line that names what is wrong.
     """
-    runs = parse_runs(config, texts)
+    runs, others = parse_runs(config, texts), parse_also(config, also)
     plan = _check(config, workdir)
+    _check_parameters(plan, others)
     try:
         workdir.mkdir(parents=True, exist_ok=True)
         runinfo.write_json(workdir / "config.json", to_json(config))
@@ -282,7 +351,7 @@ def compare(
     except OSError as error:
         raise SettingsError(f"--workdir={workdir}: cannot be written: {error}") from error
     print(f"{len(runs)} runs; {plan.data[0].describe()}", flush=True)
-    work = _Comparison(plan, runs, workdir, compiler_options)
+    work = _Comparison(plan, runs, workdir, others, compiler_options)
     listed = [dataclasses.asdict(run.optimizer) | {"seed": run.seed} for run in work.runs]
     runinfo.write_json(workdir / "runs.json", listed)
     try:
@@ -321,11 +390,12 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     values = flags.FlagValues()
     runs = flags.DEFINE_multi_string("runs", [], "KEY=VALUE[,VALUE...] ...", flag_values=values)
+    also = flags.DEFINE_multi_string("also", [], "NAME: KEY=VALUE ...", flag_values=values)
     try:
         config, workdir = main_lib.parse(arguments, values)
         # grain's workers ask absl whether flags have been parsed.
         flags.FLAGS.mark_as_parsed()
-        compare(config, runs.value, workdir)
+        compare(config, runs.value, workdir, also=also.value)
     except InputError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2

@@ -23,6 +23,7 @@ from v41flash.nn import ced
 
 _RUNS = ("learning_rate=1e-2,3e-3", "weight_decay=0.5 learning_rate=3e-3 seed=1")
 _STEPS = 4
+_ALSO = ("same: model.main_kv_format=fp4", "rough: model.sliding_window=1")
 
 
 def _config(folder):
@@ -43,7 +44,7 @@ def compared(tmp_path_factory):
     """(configuration, summary, rows of the curves, folder) of three runs."""
     folder = tmp_path_factory.mktemp("compare")
     config = _config(folder)
-    summary = compare_lib.compare(config, _RUNS, folder / "run", QUICK_COMPILE)
+    summary = compare_lib.compare(config, _RUNS, folder / "run", QUICK_COMPILE, _ALSO)
     lines = (folder / "run" / compare_lib.CURVES).read_text().splitlines()
     return config, summary, [json.loads(line) for line in lines], folder / "run"
 
@@ -108,6 +109,15 @@ def test_what_the_folder_holds(compared):
     ]
     last = [run["heldout_loss"] for run in summary["runs"]]
     assert last == rows[-1]["heldout_loss"] and len(set(last)) == 3
+
+
+@pytest.mark.slow
+def test_the_same_parameters_under_other_models(compared):
+    _, summary, rows, _ = compared
+    for run in summary["runs"]:
+        assert run["heldout_loss_under_same"] == run["heldout_loss"]
+        assert abs(run["heldout_loss_under_rough"] - run["heldout_loss"]) > 1e-4
+    assert "heldout_loss_under_same" not in rows[0]
 
 
 @pytest.mark.parametrize("name", settings_lib.OPTIMIZERS)
@@ -182,6 +192,11 @@ def get_config():
         (["--runs=seed=0 seed=1"], "seed is there twice"),
         (["--runs=seed=0", "--workdir={folder}/old"], "holds a run already"),
         (["--runs=seed=0", "--workdir={folder}/trained"], "holds a run already"),
+        (["--runs=seed=0", "--also=model.index_topk=1"], "must be a name of its own, a colon"),
+        (["--runs=seed=0", "--also=x: model.index_top=1"], "did you mean model.index_topk?"),
+        (["--runs=seed=0", "--also=x: train.steps=1"], "the key one of the model's"),
+        (["--runs=seed=0", "--also=x: model.main_kv_format=fp5"], "main_kv_format = 'fp5'"),
+        (["--runs=seed=0", "--also=x: model.hidden_size=64"], "with other parameters"),
     ],
 )
 def test_wrong_usage_ends_in_one_line(tmp_path, capsys, flags, names):
