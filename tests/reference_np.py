@@ -327,10 +327,12 @@ def forward(
             return (weights[f"{prefix}hc_{part}_{name}"] for name in ("fn", "base", "scale"))
 
         next_pre, post, comb = coefficients(streams, *connection("attn"), sweeps=sweeps)
+        pre = pre if config.hc_single_pass else next_pre
         x = read(streams, pre, weights[f"{prefix}attn_norm.weight"])
         out = attention(x, spec.index, config, weights, shared)
         streams, pre = write(out, streams, post, comb), next_pre
         next_pre, post, comb = coefficients(streams, *connection("ffn"), sweeps=sweeps)
+        pre = pre if config.hc_single_pass else next_pre
         x = read(streams, pre, weights[f"{prefix}ffn_norm.weight"])
         routed = moe(x, config, weights, f"{prefix}ffn.")
         shared["margins"].append(routed.margin)

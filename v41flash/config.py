@@ -199,6 +199,10 @@ class ModelConfig:
 
     # Formats of the fake quantisers, which are part of the released forward pass.
     main_kv_format: str = "fp4"
+    # What is rounded to `main_kv_format`: entries as the published model has them, entries before
+    # their rotation, or entries over a scale that puts the largest of a batch at the format's
+    # largest value. The last two are alternatives to train against; no cache holds them.
+    main_kv_rounding: str = "after_rope"
     window_kv_format: str = "fp8"
     index_format: str = "mxfp4"
     use_candidate_pool: bool = True
@@ -208,6 +212,11 @@ class ModelConfig:
     replay_segment: int = 0
     hc_init_scale: float = 0.01
     hc_base_init: str = "zero"
+    # A sublayer reads by coefficients that the one before it predicted; False: by its own, as
+    # hyper-connections did before, which takes a second pass over the streams.
+    hc_single_pass: bool = True
+    # Images have selection biases of their own; False: one set for all tokens.
+    router_bias_by_modality: bool = True
     # "packed": weights stay as published, FP8 and FP4 with scales (`v41flash.nn.linear`); no
     # training. `activation_format` rounds what they are multiplied with.
     weight_form: str = "expanded"
@@ -430,6 +439,7 @@ _HF_TOP = ("dtype", "bos_token_id", "eos_token_id", "pad_token_id", "image_token
 _HF_ROPE = ("factor", "beta_fast", "beta_slow", "original_max_position_embeddings")
 _OURS = (
     "main_kv_format",
+    "main_kv_rounding",
     "window_kv_format",
     "index_format",
     "use_candidate_pool",
@@ -437,6 +447,8 @@ _OURS = (
     "replay_segment",
     "hc_init_scale",
     "hc_base_init",
+    "hc_single_pass",
+    "router_bias_by_modality",
     "weight_form",
     "activation_format",
     "engram_row_multiple",

@@ -103,6 +103,7 @@ _ONE_OF: dict[str, tuple] = {
     # No float16: rms_norm_eps 1e-20 is zero there.
     "dtype": ("bfloat16", "float32"),
     "main_kv_format": ("fp4", "fp8", "none"),
+    "main_kv_rounding": ("after_rope", "before_rope", "global_scale"),
     "window_kv_format": ("fp8", "none"),
     "index_format": ("mxfp4", "none"),
     "hc_base_init": ("zero", "identity"),

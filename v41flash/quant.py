@@ -12,10 +12,15 @@ from __future__ import annotations
 import functools
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels import fp4
 from pallas_kernels.dispatch import Implementation
 from v41flash.sharding import on_shards
+
+# The largest value of a format: that of an element times that of a scale. A power-of-two scale has
+# no such limit in practice; there, that of an element.
+LARGEST = {"fp4": 6.0 * 448.0, "mxfp4": 6.0, "fp8": 448.0}
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
@@ -56,3 +61,19 @@ def fake_quantize(x: jax.Array, fmt: str, implementation: Implementation = None)
         The rounded values, shape and dtype of `x`. The gradient passes through unchanged.
     """
     return x if fmt == "none" else _straight_through(x, fmt, implementation)
+
+
+def fake_quantize_scaled(
+    x: jax.Array, fmt: str, implementation: Implementation = None
+) -> jax.Array:
+    """`fake_quantize` under a scale of the tensor, which puts the largest |x| at the largest value.
+
+    The published cache needs none, its values being bounded. Arguments and result as for
+    `fake_quantize`; the scale gets no gradient.
+    """
+    if fmt == "none":
+        return x
+    largest = jnp.max(jnp.abs(jax.lax.stop_gradient(x)).astype(jnp.float32))
+    scale = jnp.maximum(largest, jnp.finfo(jnp.float32).tiny) / LARGEST[fmt]
+    scaled = x.astype(jnp.float32) / scale
+    return (_straight_through(scaled, fmt, implementation) * scale).astype(x.dtype)

@@ -324,6 +324,7 @@ REFUSED = [
     ("n_shared_experts", "1", dict(n_shared_experts=2)),
     ("dtype", "'bfloat16' or 'float32'", dict(dtype="float16")),
     ("main_kv_format", "'fp4' or 'fp8' or 'none'", dict(main_kv_format="mxfp4")),
+    ("main_kv_rounding", "'after_rope' or", dict(main_kv_rounding="never")),
     ("window_kv_format", "'fp8' or 'none'", dict(window_kv_format="fp4")),
     ("index_format", "'mxfp4' or 'none'", dict(index_format="fp4")),
     ("hc_base_init", "'zero' or 'identity'", dict(hc_base_init="one")),

@@ -24,7 +24,7 @@ from jax.ad_checkpoint import checkpoint_name
 from pallas_kernels import indexer as indexer_op
 from pallas_kernels.rms_norm import rms_norm
 from v41flash import layout, quant
-from v41flash.config import LayerSpec, ModelConfig
+from v41flash.config import ConfigError, LayerSpec, ModelConfig
 from v41flash.kernels import Kernels
 from v41flash.nn import linear, ops, rope
 from v41flash.nn.compressor import Compressor
@@ -162,11 +162,30 @@ class CSA2(nn.Module):
         entry_angles = context.entry_angles[self.spec.ratio]
         rotated = rope.rotate(latent, entry_angles)
         largest = jnp.max(jnp.abs(jax.lax.stop_gradient(rotated))).astype(jnp.float32)
-        rows = ops.shared_rows(rotated, self.config.main_kv_format, self.kernels.fp4)
+        rows = self._shared_rows(latent, rotated, entry_angles, memory)
         keys = self.indexer.keys(latent, entry_angles)
         if memory is not None:
             memory = memory.store(layer, rows, keys, first)
         return rows, keys, largest, memory
+
+    def _shared_rows(
+        self, latent: jax.Array, rotated: jax.Array, angles: rope.RopeTable, memory: Memory | None
+    ) -> jax.Array:
+        """Main rows [B, G, D] of latents: rotated and rounded."""
+        fmt, rounding, fp4 = (
+            self.config.main_kv_format,
+            self.config.main_kv_rounding,
+            self.kernels.fp4,
+        )
+        if rounding == "after_rope":
+            return ops.shared_rows(rotated, fmt, fp4)
+        if memory is not None:
+            raise ConfigError("main_kv_rounding", rounding, "must be 'after_rope' where caches are")
+        if rounding == "before_rope":
+            rounded = rope.rotate(quant.fake_quantize(latent, fmt, fp4), angles)
+        else:
+            rounded = quant.fake_quantize_scaled(rotated, fmt, fp4)
+        return ops.shared_rows(rounded, "none")
 
     def output(self, o_BxTxHxD: jax.Array, angles: rope.RopeTable) -> jax.Array:
         """Rotates the attention output back and projects it, group-wise, to [B, T, d]."""

@@ -56,7 +56,11 @@ class Residual(NamedTuple):
 
 
 class HyperConnection(nn.Module):
-    """Coefficients and read of one sublayer, with the RMSNorm in front of it."""
+    """Coefficients and read of one sublayer, with the RMSNorm in front of it.
+
+    Without `hc_single_pass` the sublayer reads by its own coefficients, and the last one's read the
+    final hidden state too.
+    """
 
     config: ModelConfig
     kernels: Kernels
@@ -101,7 +105,11 @@ class HyperConnection(nn.Module):
             norm_eps=cfg.rms_norm_eps,
             implementation=self.kernels.mhc,
         )
-        if streams is None:
+        if not cfg.hc_single_pass:
+            streams = residual.written(self.kernels.mhc) if streams is None else streams
+            _, made = ops.read(streams, residual.pre, fn, base, scale, norm, **keywords)
+            x, _ = ops.read(streams, made.pre, fn, base, scale, norm, **keywords)
+        elif streams is None:
             streams, x, made = ops.write_read(
                 *residual[:4], residual.pre, fn, base, scale, norm, **keywords
             )

@@ -62,7 +62,7 @@ class Router(nn.Module):
         is_image = context.is_image
         if cfg.vision is not None:
             bias_vl = jax.lax.stop_gradient(self.param("bias_vl", zeros, (experts,), jnp.float32))
-            if is_image is not None:
+            if is_image is not None and cfg.router_bias_by_modality:
                 bias = jnp.where(is_image[..., None], bias_vl, bias)
         chosen = _largest(jax.lax.stop_gradient(scores) + bias, k)
         weights = jnp.take_along_axis(scores, chosen, axis=-1)
@@ -71,7 +71,8 @@ class Router(nn.Module):
 
         selected = jnp.sum(jax.nn.one_hot(chosen, experts, dtype=jnp.float32), axis=2)
         selected = selected * context.valid[..., None]
-        image = jnp.zeros_like(context.valid) if is_image is None else is_image
+        apart = is_image is not None and cfg.router_bias_by_modality
+        image = is_image if apart else jnp.zeros_like(context.valid)
         self._record("bias", jnp.sum(selected * ~image[..., None], axis=(0, 1)))
         if cfg.vision is not None:
             self._record("bias_vl", jnp.sum(selected * image[..., None], axis=(0, 1)))

@@ -167,7 +167,10 @@ def _model(values: Mapping[str, Any], step: int) -> ModelConfig:
             model |= {key: value for (section, key), value in changed if section == "model"}
     if last < values["train"]["indexer_warmup_steps"]:
         model["dense_selection"] = True
-    return ModelConfig.from_dict(model)
+    config = ModelConfig.from_dict(model)
+    if config.main_kv_rounding != "after_rope":
+        raise ConfigError("main_kv_rounding", config.main_kv_rounding, "cannot be served")
+    return config
 
 
 def _kernels(values: Mapping[str, Any]) -> Kernels:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import hypothesis
 import hypothesis.strategies as st
@@ -11,8 +12,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels import fp4
+from tests import reference_np
 from tests.v41flash.nn import samples
-from v41flash.config import ModelConfig
+from v41flash.config import ConfigError, ModelConfig
 from v41flash.kernels import Kernels
 from v41flash.nn.context import make_context
 from v41flash.nn.csa2 import CSA2
@@ -73,6 +75,58 @@ def values(kept):
     """name -> array of the cached or compared values of a Full layer."""
     named = {name: kept[name][0] for name in ("q", "latent", "win_kv", "comp_kv")}
     return named | {"k": kept["indexer"]["k"][0], "q_index": kept["indexer"]["q"][0]}
+
+
+def make_cache(config, params, layer, x, memory=None):
+    """(latent, main rows, index keys) of a Full layer."""
+    positions = jnp.arange(x.shape[1], dtype=jnp.int32)[None]
+    context = make_context(config, positions, positions * 0 + 1, None)
+    module = CSA2(config, config.layers[layer], Kernels())
+    variables = {"params": layer_params(config, params, layer)}
+    (rows, keys, *_), state = module.apply(
+        variables, x, context, memory, method=CSA2.make_cache, mutable=["intermediates"]
+    )
+    return jax.device_get((state["intermediates"]["latent"][0], rows, keys))
+
+
+@pytest.mark.parametrize("layer, fmt", [(FULL_M2, "fp4"), (FULL_M1, "fp8")])
+def test_alternatives_of_what_is_rounded(params, x, layer, fmt):
+    """Before the rotation, or under a scale of the tensor; index keys stay as they are."""
+    config = samples.five_layers(main_kv_format=fmt)
+    ratio = config.layers[layer].ratio
+    firsts, freqs = np.arange(T)[::ratio], reference_np.frequencies(config, True)
+    latent, usual, keys = make_cache(config, params, layer, x)
+    turned = reference_np.rotate(latent[0].astype(np.float64), firsts, freqs)
+    scale = np.abs(turned).max() / {"fp4": 6 * 448, "fp8": 448}[fmt]
+    before = reference_np.fake_quantize(latent[0].astype(np.float64), fmt)
+    expected = {
+        "before_rope": reference_np.rotate(before, firsts, freqs),
+        "global_scale": reference_np.fake_quantize(turned / scale, fmt) * scale,
+    }
+    for rounding, rows in expected.items():
+        other = dataclasses.replace(config, main_kv_rounding=rounding)
+        _, found, unchanged = make_cache(other, params, layer, x)
+        # A value on the edge between two roundings may fall to either side.
+        assert np.isclose(found[0], rows, atol=1e-5).mean() > 0.999
+        assert np.mean(found != usual) > 0.1
+        np.testing.assert_array_equal(unchanged, keys)
+
+
+def test_no_cache_holds_the_alternatives(params, x):
+    other = samples.five_layers(main_kv_rounding="before_rope")
+    latent = jnp.zeros((1, 1, other.head_dim))
+
+    class Groups(NamedTuple):
+        kv: jax.Array
+        score: None
+        first: jax.Array
+
+    class Somewhere:
+        def complete(self, *_):
+            return Groups(latent[:, :, None], None, jnp.zeros((1, 1), jnp.int32)), self
+
+    with pytest.raises(ConfigError, match="main_kv_rounding = 'before_rope': must be 'after_rope'"):
+        make_cache(other, params, FULL_M1, x[:, :1], Somewhere())
 
 
 @pytest.mark.parametrize("field", FORMATS)

@@ -1,5 +1,7 @@
 """Hyper-connections of the model: what stays float32 when the streams do not."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -50,3 +52,20 @@ def test_initial_mixing(base, kept):
     np.testing.assert_allclose(comb.sum(0), 1, atol=1e-4)
     np.testing.assert_allclose(after.pre, 0.5, atol=0.05)
     np.testing.assert_allclose(after.post, 1.0, atol=0.05)
+
+
+def test_without_a_single_pass_sublayers_read_by_their_own_coefficients():
+    """The whole stack against the reference, in float64; the other way differs."""
+    config = samples.two_layers(hc_single_pass=False, **samples.NO_ROUNDING)
+    weights = samples.random_weights(config, seed=5)
+    document = np.random.default_rng(6).integers(3, config.vocab_size, 19)
+    inputs = samples.batch_inputs(config, [document], len(document))
+    forward = samples.compiled_forward(config)
+    _, logits, _ = forward(samples.params_of(config, weights), *inputs)
+    wide = {name: value.astype(np.float64) for name, value in weights.items()}
+    trace = reference_np.forward(document, inputs[3][0], wide, config)
+    assert trace.margin > 1e-5, "choose another seed: a decision hangs on rounding errors"
+    np.testing.assert_allclose(logits[0], trace.logits, atol=1e-4)
+    ahead = dataclasses.replace(config, hc_single_pass=True)
+    other = reference_np.forward(document, inputs[3][0], wide, ahead)
+    assert np.abs(other.logits - trace.logits).max() > 0.1

@@ -1,5 +1,6 @@
 """The mixture of experts against a loop over tokens, and the router's losses and loads."""
 
+import dataclasses
 import functools
 
 import jax
@@ -35,18 +36,18 @@ def inputs():
     return x, positions, segment_ids, rng.random((B, T)) < 0.4
 
 
-@functools.partial(jax.jit, compiler_options=samples.QUICK_COMPILE)
-def apply(params, x, positions, segment_ids, is_image):
-    context = make_context(CONFIG, positions, segment_ids, None, is_image)
-    return MoE(CONFIG, Kernels()).apply(
+@functools.partial(jax.jit, static_argnums=0, compiler_options=samples.QUICK_COMPILE)
+def apply(config, params, x, positions, segment_ids, is_image):
+    context = make_context(config, positions, segment_ids, None, is_image)
+    return MoE(config, Kernels()).apply(
         {"params": params}, x, context, mutable=["router_load", "intermediates"]
     )
 
 
-def run(weights, inputs):
+def run(weights, inputs, config=CONFIG):
     """(out, balance loss, router intermediates, router load), all NumPy."""
     params = samples.params_of(CONFIG, weights)["group_0"]["first"]["ffn"]
-    (out, balance), state = jax.device_get(apply(params, *inputs))
+    (out, balance), state = jax.device_get(apply(config, params, *inputs))
     kept = {name: value[0] for name, value in state["intermediates"]["router"].items()}
     return out, balance, kept, state["router_load"]["router"]
 
@@ -112,6 +113,15 @@ def test_loads_count_text_and_image_tokens_apart_and_no_padding(weights, inputs)
     np.testing.assert_array_equal(loads["bias"], load(kept["topk_idx"], valid & ~image))
     np.testing.assert_array_equal(loads["bias_vl"], load(kept["topk_idx"], valid & image))
     assert loads["bias"].sum() + loads["bias_vl"].sum() == K * valid.sum()
+
+
+def test_one_set_of_biases_for_all_tokens(weights, inputs):
+    one = dataclasses.replace(CONFIG, router_bias_by_modality=False)
+    same = weights | {f"{PREFIX}gate.bias_vl": weights[f"{PREFIX}gate.bias"]}
+    expected, kept = run(same, inputs)[0], run(weights, inputs, one)
+    np.testing.assert_allclose(kept[0], expected, atol=1e-6)
+    np.testing.assert_array_equal(kept[3]["bias"], load(kept[2]["topk_idx"], inputs[2] > 0))
+    np.testing.assert_array_equal(kept[3]["bias_vl"], np.zeros(EXPERTS))
 
 
 def test_balance_loss_is_the_mean_of_f_times_p_over_rows(weights, inputs):
