@@ -197,7 +197,7 @@ def _group(group: str, sweep: Sweep, rows: Rows, workdir: Path) -> str:
                 f"{size.total:,}" if size else "–",
                 f"{size.activated:,}" if size else "–",
                 f"{max(seconds):.0f}" if seconds else "–",
-                _other_metrics(rows, variant, sweep.metric),
+                _other_metrics(rows, variant, sweep),
             ]
         )
         shown.append((variant.name, found))
@@ -209,14 +209,15 @@ def _group(group: str, sweep: Sweep, rows: Rows, workdir: Path) -> str:
     return "\n".join(parts)
 
 
-def _other_metrics(rows: Rows, variant: Variant, metric: str) -> str:
+def _other_metrics(rows: Rows, variant: Variant, sweep: Sweep) -> str:
     """Evaluations, and held-out numbers under other settings: what the table has no column for."""
+    metric, shown = sweep.metric, sweep.shown
     names = {
         name
         for row in rows.values()
         if row["variant"] == variant.name and row["status"] == results.DONE
         for name in row["metrics"]
-        if name != metric and ("." in name or name.startswith(f"{metric}_under_"))
+        if name in shown or (name != metric and ("." in name or name.startswith(f"{metric}_")))
     }
     return "; ".join(
         f"{name.removeprefix(f'{metric}_')} {_shown(sample(rows, variant, name))}"

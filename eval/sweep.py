@@ -144,6 +144,7 @@ class Sweep:
         metric: the number that tables and claims are about.
         lower_is_better: of the metric.
         claims: decided in the report.
+        shown: further numbers that the tables have beside the metric.
     """
 
     variants: tuple[Variant, ...]
@@ -151,6 +152,7 @@ class Sweep:
     metric: str = "heldout_bits_per_byte"
     lower_is_better: bool = True
     claims: tuple[Claim, ...] = ()
+    shown: tuple[str, ...] = ()
 
     def variant(self, name: str) -> Variant:
         """The variant of a name that is there."""

@@ -7,7 +7,6 @@ outlived one) leaves the job to it.
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import fcntl
 import json
@@ -15,7 +14,6 @@ import math
 import os
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -29,9 +27,6 @@ from v41flash import checkout
 
 LOG, LOCK = "log.txt", "lock"
 _POLL_SECONDS = 0.2
-# Loaded here: not much may be done between fork and exec.
-_LIBC = ctypes.CDLL(None)
-_PR_SET_PDEATHSIG = 1
 # Lines at the end of a log in which the error of a failed command is looked for.
 _TAIL = 40
 
@@ -225,14 +220,15 @@ class Runner:
         command = entry.left.pop(0)
         entry.log.write(f"$ {shlex.join(command)}\n".encode())
         entry.log.flush()
+        # command is python -m PROGRAM ...
+        child = [sys.executable, "-m", "eval.sweep_child", str(os.getpid()), *command[2:]]
         entry.process = subprocess.Popen(
-            [sys.executable, *command[1:]],
+            child,
             stdin=subprocess.DEVNULL,
             stdout=entry.log,
             stderr=subprocess.STDOUT,
             env=self._environment(entry.slot),
             pass_fds=[entry.lock.fileno()],
-            preexec_fn=_end_with_parent,
         )
 
     def _environment(self, slot: int) -> dict[str, str]:
@@ -293,12 +289,6 @@ class Runner:
             f"{eta / 60:.0f} min to go)",
             flush=True,
         )
-
-
-def _end_with_parent() -> None:
-    """In a new process: a sweep that is killed takes it along (Linux)."""
-    if sys.platform == "linux":
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _last_error(log: Path) -> str:

@@ -16,7 +16,8 @@ from train.settings import SettingsError
 from v41flash import sharding
 from v41flash.nn import ced
 
-NAMES = [module.name for module in pkgutil.iter_modules(configs.__path__)]
+MODULES = pkgutil.iter_modules(configs.__path__)
+NAMES = [module.name for module in MODULES if not module.ispkg]
 NAMES = [name for name in NAMES if not name.startswith("_")]
 
 

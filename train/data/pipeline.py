@@ -27,8 +27,10 @@ s alone; host h of n gets rows [h*B/n, (h+1)*B/n) of it.
 
 Keys of `config.data` (`default_config()` returns them):
 
-    kind               "builtin"  builtin | digits | text | jsonl | parquet | array_record
-    path               ""         a file, a folder or a glob (not for builtin and digits)
+    kind               "builtin"  builtin | digits | long_context | text | jsonl | parquet |
+                                  array_record
+    path               ""         a file, a folder or a glob (not for builtin and digits); tasks and
+                                  a length, "needle,copy:256", for long_context
     pattern            ""         glob inside the folder; "" = the kind's own (text: every file)
     text_field         "text"     field of a row; "" = ArrayRecord records are themselves text
     prompt_field       ""         field of a row's prompt: read before the text, not learnt; "" =

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from eval.tasks import digit_pages
+from eval.tasks import digit_pages, long_context
 from train.data import builtin
 from train.data.images import ImageFields, Interleaved, PlannedImage, listed
 from v41flash.errors import InputError
@@ -39,7 +39,9 @@ _DEFAULT_PATTERNS = {
 }
 # Corpora that packages ship; they take no path.
 _SHIPPED = ("builtin", "digits")
-KINDS = (*_SHIPPED, *_DEFAULT_PATTERNS)
+# Made here; the path says what and how long.
+_GENERATED = "long_context"
+KINDS = (*_SHIPPED, _GENERATED, *_DEFAULT_PATTERNS)
 
 
 class SourceError(InputError):
@@ -115,6 +117,8 @@ class Source:
         digest = hashlib.blake2b(f"{self.kind}\0{self.text_field}".encode(), digest_size=16)
         if self.images is not None:
             digest.update(f"\0{self.images}\0{FORMATS}\0{digit_pages.VERSION}".encode())
+        if self.kind == _GENERATED:
+            digest.update(f"\0{long_context.VERSION}".encode())
         if self.prompt_field:
             digest.update(f"\0prompt {self.prompt_field}".encode())
         for path in self.files:
@@ -154,7 +158,8 @@ def open_source(
 
     Args:
         kind: one of `KINDS`.
-        path: a file, a folder, or a glob; must be empty for "builtin".
+        path: a file, a folder, or a glob; must be empty for "builtin" and "digits"; tasks and a
+            length, such as "needle,copy:256", for "long_context".
         pattern: glob inside the folder; "" is the kind's own. Hidden files and folders are left
             out.
         text_field: name of the JSONL field, Parquet column or ArrayRecord JSON field; "" means that
@@ -191,6 +196,10 @@ def open_source(
         if kind == "digits":
             return Source(kind, (digit_pages.source_file(),), text_field, images)
         return Source(kind, tuple(builtin.stdlib_files()), text_field, images)
+    if kind == _GENERATED:
+        _parse_tasks(path)
+        # What is made is all that there is to choose.
+        return Source(kind, (Path(long_context.__file__),), text_field=path)
     if not path:
         raise SourceError(f"data.path is empty: data.kind={kind!r} needs a file, folder or glob")
     _require_package(kind)
@@ -201,6 +210,19 @@ def open_source(
             f"{_DEFAULT_PATTERNS[kind]!r} for {kind!r})"
         )
     return Source(kind, tuple(files), text_field, images, prompt_field)
+
+
+def _parse_tasks(path: str) -> tuple[tuple[str, ...], int]:
+    """"needle,copy:256" -> (tasks, length)."""
+    tasks, _, length = path.partition(":")
+    try:
+        chosen = tuple(tasks.split(","))
+        next(long_context.training_texts(chosen, int(length)))
+    except ValueError as error:
+        raise SourceError(
+            f"data.path={path!r}: must be tasks and a length, such as 'needle,copy:256': {error}"
+        ) from error
+    return chosen, int(length)
 
 
 def _list_files(path: str, pattern: str) -> list[Path]:
@@ -318,6 +340,12 @@ def _read_digits(path: Path, fields: Fields, skipped: Skipped) -> _Items:
         yield f"digit page {number}", Interleaved(digit_pages.IMAGE + page.text, [page.png])
 
 
+def _read_long_context(path: Path, fields: Fields, skipped: Skipped) -> _Items:
+    del path, skipped
+    for number, text in enumerate(long_context.training_texts(*_parse_tasks(fields.text))):
+        yield f"text {number}", Prompted(*text)
+
+
 def _read_jsonl(path: Path, fields: Fields, skipped: Skipped) -> _Items:
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as lines:
@@ -401,6 +429,7 @@ def _read_array_record(path: Path, fields: Fields, skipped: Skipped) -> _Items:
 _READERS: dict[str, Callable[[Path, Fields, Skipped], _Items]] = {
     "builtin": _read_text,
     "digits": _read_digits,
+    _GENERATED: _read_long_context,
     "text": _read_text,
     "jsonl": _read_jsonl,
     "parquet": _read_parquet,
