@@ -1,0 +1,209 @@
+"""Benchmarks end to end on a checkpoint: scores equal to a direct computation."""
+
+import json
+import math
+
+import jax
+import numpy as np
+import pytest
+
+from configs import _defaults
+from eval import harness, sampled
+from eval.tasks.questions import Question
+from tests.v41flash.serving.served import CONFIG, Served
+from train.settings import to_json
+from v41flash.checkpoints.orbax import Checkpoints
+from v41flash.text.tokenizer import ByteTokenizer
+
+TOKENIZER = ByteTokenizer()
+# One length for all: one shape of the training form.
+LENGTH = 48
+QUESTIONS = (
+    ("The sky is", ("blue", "green", "a stone")),
+    ("Two and two", ("make four", "make five")),
+    ("x", ("y", "zz", "w w")),
+)
+TEXTS = ("once upon a time", "def main(): pass", "ä ö ü")
+_CHOICE = """
+task: local_choice
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {path}}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}}"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: "{{{{answer}}}}"
+metric_list: [{{metric: acc}}]
+"""
+_ROLLING = """
+task: local_text
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {path}}}}}
+test_split: test
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{{{text}}}}"
+metric_list: [{{metric: bits_per_byte}}]
+"""
+_WRITTEN = """
+task: local_written
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {path}}}}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{{{question}}}}"
+doc_to_target: "{{{{greedy}}}}"
+generation_kwargs: {{until: ["\\n\\n\\n"], max_gen_toks: 4}}
+metric_list: [{{metric: exact_match}}]
+"""
+
+
+@pytest.fixture(scope="module")
+def served():
+    return Served.create(CONFIG)
+
+
+@pytest.fixture(scope="module")
+def workdir(tmp_path_factory, served):
+    """A run folder."""
+    folder = tmp_path_factory.mktemp("run")
+    config = _defaults.get_config(CONFIG)
+    (folder / "config.json").write_text(json.dumps(to_json(config)))
+    with Checkpoints(folder / "checkpoints") as checkpoints:
+        checkpoints.save(3, params=served.params, opt_state={"x": np.zeros(1)}, meta={})
+    return folder
+
+
+def direct(served, texts):
+    """Of texts, log-probabilities of every byte given all before it: the training form."""
+    rows = [np.concatenate([[TOKENIZER.bos_id], TOKENIZER.encode(text)]) for text in texts]
+    logprobs = np.asarray(jax.nn.log_softmax(served.truth(rows, LENGTH)))
+    return [logprobs[b, np.arange(len(row) - 1), row[1:]] for b, row in enumerate(rows)]
+
+
+def write_tasks(folder, served):
+    """YAML tasks with their data; returns what their metrics must be."""
+    folder.mkdir()
+    pairs = [(q, choice) for q, choices in QUESTIONS for choice in choices]
+    found = direct(served, [f"{q} {choice}" for q, choice in pairs])
+    scores = {pair: row[-len(pair[1]) - 1 :].sum() for pair, row in zip(pairs, found, strict=True)}
+    likeliest = [int(np.argmax([scores[q, c] for c in choices])) for q, choices in QUESTIONS]
+    # Two right ones and a wrong one.
+    answers = [likeliest[0], likeliest[1], (likeliest[2] + 1) % 3]
+    choice = [
+        {"question": q, "choices": list(choices), "answer": answer}
+        for (q, choices), answer in zip(QUESTIONS, answers, strict=True)
+    ]
+    text = [{"text": text} for text in TEXTS]
+    bits = -sum(row.sum() for row in direct(served, TEXTS)) / math.log(2)
+    bits /= sum(len(text.encode()) for text in TEXTS)
+    for name, rows, yaml in (("choice", choice, _CHOICE), ("text", text, _ROLLING)):
+        data = folder / f"{name}.jsonl"
+        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (folder / f"{name}.yaml").write_text(yaml.format(path=data))
+    return {"acc": 2 / 3, "bits_per_byte": bits}
+
+
+def test_tasks_of_the_harness(workdir, served, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("lm_eval")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    expected = write_tasks(tmp_path / "tasks", served)
+    # What the model writes greedily, as Generator does.
+    prompt = "Why is it"
+    generator = harness.Generator.from_workdir(workdir)
+    (written,) = generator.generate([prompt], max_tokens=4, temperature=0.0)
+    rows = [{"question": prompt, "greedy": written.text}, {"question": prompt, "greedy": "no"}]
+    data = tmp_path / "tasks" / "written.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "tasks" / "written.yaml").write_text(_WRITTEN.format(path=data))
+    names = "local_choice,local_text,local_written"
+    flags = [f"--workdir={workdir}", f"--tasks={names}", f"--include={tmp_path / 'tasks'}"]
+    assert harness.main([*flags, f"--out={tmp_path / 'out'}"]) == 0, capsys.readouterr().err
+    found = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert found["local_choice"]["acc"] == pytest.approx(expected["acc"])
+    # A cached value on a rounding boundary may go either way.
+    assert found["local_text"]["bits_per_byte"] == pytest.approx(
+        expected["bits_per_byte"], abs=2e-3
+    )
+    assert found["local_written"]["exact_match"] == 0.5
+    assert harness.main([f"--workdir={workdir}", "--tasks=no_such_task"]) == 2
+    assert "task 'no_such_task': none of lm-evaluation-harness" in capsys.readouterr().err
+
+
+def test_sampled_tasks(workdir, tmp_path, capsys):
+    """Files of every kind, through sampling, at two efforts and at none."""
+    choices = tmp_path / "c.jsonl"
+    choices.write_text('{"question": "Which?", "choices": ["a", "b"], "answer": 0, "rating": 9}\n')
+    programs = tmp_path / "p.jsonl"
+    row = {"prompt": "Print 1.", "tests": [{"input": "", "output": "1"}]}
+    programs.write_text(json.dumps(row) + "\n")
+    tasks = f"choices:{choices},code:{programs}"
+    flags = [f"--workdir={workdir}", f"--tasks={tasks}", "--samples=2", "--max_tokens=3"]
+    out, numbers = tmp_path / "out", tmp_path / "n.json"
+    assert harness.main([*flags, "--efforts=50,max", f"--out={out}", f"--json={numbers}"]) == 0
+    found = json.loads(numbers.read_text())
+    assert set(found[f"choices:{choices}"]) == {"effort_50", "effort_100"}
+    figures = found[f"choices:{choices}"]["effort_50"]
+    # Three tokens are too few to end reasoning: no answer, nothing solved.
+    assert figures["score"] == 0 and figures["pass@2"] == 0 and figures["rating"] == -math.inf
+    assert found[f"code:{programs}"]["effort_100"]["isolation"] in ("namespaces", "limits alone")
+    rows = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
+    assert len(rows) == 8 and {row["effort"] for row in rows} == {50, 100}
+    assert harness.main([*flags, f"--out={out}"]) == 0
+    assert json.loads((out / "results.json").read_text())[f"code:{programs}"]["samples"] == 2
+
+
+class _Knows:
+    """Scores answers that name the question's truth."""
+
+    stop = ()
+
+    def score(self, question, answer):
+        return float(answer == question.truth)
+
+
+def test_figures():
+    asked = [Question("a", "?", "x", 1000.0), Question("b", "?", "y", 2000.0)]
+    scores = [1, 0, 1, 0, 0, 0, 0, 0]
+    rows = [{"score": float(s), "tokens": 2 + s, "finished": s == 1} for s in scores]
+    found = sampled.summary(asked, rows, 4)
+    assert found["score"] == 0.25 and found["pass@1"] == 0.25 and found["pass@4"] == 0.5
+    # Of two of four answers, neither is right with chance 1/6.
+    assert found["pass@2"] == pytest.approx((1 - 1 / 6) / 2)
+    assert found["standard_error"] == pytest.approx(0.25)
+    assert found["tokens"] == 2.25 and found["finished"] == 0.25
+    assert 900 < found["rating"] < 1700
+
+
+def test_pass_at_k_is_unbiased():
+    """Against the chance of drawing a right answer, counted over all subsets."""
+    import itertools
+
+    for n, c in ((5, 0), (5, 2), (6, 6)):
+        right = [True] * c + [False] * (n - c)
+        for k in range(1, n + 1):
+            subsets = list(itertools.combinations(right, k))
+            assert sampled.pass_at(k, n, c) == pytest.approx(np.mean([any(s) for s in subsets]))
+    with pytest.raises(ValueError):
+        sampled.pass_at(3, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "--workdir is missing"),
+        (["--workdir=x"], "--tasks is missing"),
+        (["--workdir=x", "--tasks=nothing:x"], "task 'nothing:x': must be humaneval or choices:"),
+        (["--workdir=x", "--tasks=choices:/nowhere.csv"], "/nowhere.csv: "),
+        (["--workdir=x", "--tasks=arc:x"], "arc:x: must be arc:train or arc:eval"),
+        (["--workdir=x", "--tasks=humaneval", "--efforts=101"], "101"),
+        (["--workdir=x", "--tasks=humaneval", "--samples=0"], "samples"),
+        (["--workdir=/nowhere", "--tasks=x"], "/nowhere: must be the folder of a training run"),
+        (["--workdir=x", "--tasks=x", "y"], "'y' is no flag"),
+    ],
+)
+def test_wrong_flags_end_in_one_line(flags, message, capsys):
+    assert harness.main(flags) == 2
+    error = capsys.readouterr().err
+    assert message in error and len(error.splitlines()) == 1
