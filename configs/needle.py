@@ -1,9 +1,9 @@
 """A small model that finds a note in a text, however long the text is, on two CPU cores.
 
     python -m train.main --config=configs/needle.py --workdir=/tmp/needle
-    python -m eval.long_context --workdir=/tmp/needle --tasks=needle --lengths=256,1024,4096
+    python -m eval.long_context --workdir=/tmp/needle --tasks=needle --lengths=128,512,2048
 
-Texts of 256 bytes with six notes, all asked for at the end (`eval.tasks.long_context`); answers and
+Texts of 128 bytes with six notes, all asked for at the end (`eval.tasks.long_context`); answers and
 questions are learnt, the text is only read. A window layer, Full at m = 2, Full at m = 1 and Reuse:
 what lies beyond 16 bytes is seen through a selection of 16 entries, at any length.
 """
@@ -13,7 +13,7 @@ from v41flash import presets
 from v41flash.text.engram_hash import table_primes
 
 _ORDERS, _HASH_HEADS, _SITES = 2, 1, 1
-_LENGTH = 256
+_LENGTH = 128
 # Longest text that is asked about, over the length that is trained on.
 _STRETCH = 64
 
@@ -24,7 +24,7 @@ def get_config():
     model = presets.tiny(
         vocab_size=260,
         image_token_id=259,
-        hidden_size=96,
+        hidden_size=64,
         num_hidden_layers=4,
         compress_ratios=(0, 2, 1, 1),
         kv_source_layer_ids=(1, 2),
@@ -32,19 +32,19 @@ def get_config():
         candidate_source_layer_id=None,
         engram_layer_ids=(1,),
         num_attention_heads=4,
-        head_dim=64,
-        qk_rope_head_dim=16,
-        q_lora_rank=64,
+        head_dim=32,
+        qk_rope_head_dim=8,
+        q_lora_rank=48,
         o_lora_rank=32,
         sliding_window=16,
         index_n_heads=4,
-        index_head_dim=64,
+        index_head_dim=32,
         index_topk=16,
         n_routed_experts=4,
         moe_intermediate_size=64,
         hc_sinkhorn_iters=4,
         hc_base_init="identity",
-        initializer_range=0.06,
+        initializer_range=0.1,
         max_position_embeddings=_STRETCH * _LENGTH,
         rope_original_max_position_embeddings=_LENGTH,
         rope_factor=1.0,
@@ -72,8 +72,9 @@ def get_config():
     config.train.indexer_warmup_steps = 700
     config.train.log_every = 50
     config.train.checkpoint_every = 500
-    config.eval.every = 500
+    config.eval.every = 250
     config.eval.batches = 4
+    config.eval.tasks = (f"needle:{_LENGTH}", f"needle:{4 * _LENGTH}")
     config.eval.byte_ngram = False
     config.eval.sample_tokens = 0
     return config

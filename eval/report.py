@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,33 +43,58 @@ class Verdict(NamedTuple):
     text: str
 
 
-def sample(rows: Rows, variant: Variant, metric: str) -> Sample:
+def _having(rows: Rows, variant: str, metric: str) -> Iterator[Mapping[str, Any]]:
+    """The finished points of a variant that have a number."""
+    for row in rows.values():
+        if row["variant"] == variant and row["status"] == results.DONE:
+            if metric in row["metrics"]:
+                yield row
+
+
+def sample(rows: Rows, variant: str, metric: str) -> Sample:
     """The values of a metric in the finished points of a variant."""
-    found = [
-        row["metrics"][metric]
-        for row in rows.values()
-        if row["variant"] == variant.name
-        and row["status"] == results.DONE
-        and metric in row["metrics"]
-    ]
-    return Sample.of(found)
+    return Sample.of(row["metrics"][metric] for row in _having(rows, variant, metric))
+
+
+def gains(sweep: Sweep, rows: Rows, claim: Claim) -> Sample:
+    """By how much the variant of a claim is better, under every seed that both have."""
+    metric = claim.metric or sweep.metric
+    sign = 1.0 if sweep.lower_is_better else -1.0
+    sides = (claim.variant, metric), (claim.alternative, claim.other_metric or metric)
+    own, other = (
+        {row["seed"]: row["metrics"][name] for row in _having(rows, variant, name)}
+        for variant, name in sides
+    )
+    return Sample.of(sign * (other[seed] - own[seed]) for seed in own if seed in other)
 
 
 def decide(sweep: Sweep, rows: Rows) -> list[Verdict]:
     """Every claim of a sweep with what the results say of it."""
+
+    def alike(claim: Claim) -> tuple:
+        """What claims must share for their gains to spread alike."""
+        same_runs = claim.variant == claim.alternative
+        metric = sweep.metric if same_runs else claim.metric or sweep.metric
+        return _config(sweep.variant(claim.variant)), metric, same_runs
+
+    found = [(claim, gains(sweep, rows, claim)) for claim in sweep.claims]
+    kinds: dict[tuple, list[Sample]] = {}
+    for claim, gained in found:
+        kinds.setdefault(alike(claim), []).append(gained)
+    noise = {kind: Noise.pooled(samples) for kind, samples in kinds.items()}
     verdicts = []
-    for claim in sweep.claims:
+    for claim, gained in found:
         metric = claim.metric or sweep.metric
-        own, other = sweep.variant(claim.variant), sweep.variant(claim.alternative)
-        base = own.training.config if own.training else None
-        alike = [v for v in sweep.variants if (v.training.config if v.training else None) == base]
-        noise = Noise.pooled(sample(rows, variant, metric) for variant in alike)
-        first = sample(rows, own, metric)
-        second = sample(rows, other, claim.other_metric or metric)
-        found = statistics.difference(first, second, noise, sweep.lower_is_better)
-        text = statistics.verdict(found, claim.kind, claim.margin)
-        verdicts.append(Verdict(claim, first, second, found, text))
+        first = sample(rows, claim.variant, metric)
+        second = sample(rows, claim.alternative, claim.other_metric or metric)
+        gain = statistics.difference(gained, noise[alike(claim)])
+        text = statistics.verdict(gain, claim.kind, claim.margin)
+        verdicts.append(Verdict(claim, first, second, gain, text))
     return verdicts
+
+
+def _config(variant: Variant) -> str | None:
+    return variant.training.config if variant.training else None
 
 
 def sizes(sweep: Sweep) -> dict[str, Size]:
@@ -94,7 +119,8 @@ def write(sweep: Sweep, path: str, workdir: Path) -> Path:
     rows = {id: rows[id] for id in wanted if id in rows}
     (workdir / PLOTS).mkdir(parents=True, exist_ok=True)
     parts = [_head(path, wanted, rows), _claims(sweep, rows, workdir)]
-    for group in dict.fromkeys(variant.group for variant in sweep.variants):
+    started = {row["variant"] for row in rows.values()}
+    for group in dict.fromkeys(v.group for v in sweep.variants if v.name in started):
         parts.append(_group(group, sweep, rows, workdir))
     parts += [_failures(rows), _sources(rows)]
     text = "\n".join(part for part in parts if part)
@@ -134,6 +160,10 @@ def _claims(sweep: Sweep, rows: Rows, workdir: Path) -> str:
     if not sweep.claims:
         return ""
     verdicts = decide(sweep, rows)
+    waiting = [verdict for verdict in verdicts if verdict.text == statistics.MISSING]
+    verdicts = [verdict for verdict in verdicts if verdict.text != statistics.MISSING]
+    if not verdicts:
+        return ""
     lines = []
     for claim, variant, other, found, text in verdicts:
         kind = claim.kind if claim.kind == "better" else f"no worse (by {claim.margin:g})"
@@ -145,13 +175,17 @@ def _claims(sweep: Sweep, rows: Rows, workdir: Path) -> str:
     parts = [
         "## Claims\n",
         f"Means of {sweep.metric} (or of the number named) ± standard deviation over seeds. The "
-        "gain is positive where the variant is better. Its interval takes the spread of one run "
-        "from all variants of the same configuration together. A claim holds where the whole "
+        "gain is the mean over seeds of by how much the variant is better than the alternative of "
+        "the same seed; its interval is Student's, with the spread of a gain taken from all claims "
+        "of the same configuration and number together. A claim holds where the whole "
         "interval is on its side, is contradicted where all of it is on the other, and is not "
         "shown in between.\n",
         _table(head, lines),
     ]
-    for number, statement in enumerate(dict.fromkeys(claim.statement for claim in sweep.claims)):
+    if waiting:
+        parts.append(f"{len(waiting)} claims have no numbers yet.\n")
+    statements = dict.fromkeys(verdict.claim.statement for verdict in verdicts)
+    for number, statement in enumerate(statements):
         chosen = [verdict for verdict in verdicts if verdict.claim.statement == statement]
         shown = [side for v in chosen for side in _sides(v.claim, v.variant, v.alternative)]
         name, axis = f"{PLOTS}/claim_{number:02d}.png", _axis(chosen[0].claim, sweep)
@@ -180,9 +214,9 @@ def _group(group: str, sweep: Sweep, rows: Rows, workdir: Path) -> str:
     known = sizes(sweep)
     lines, shown = [], []
     for variant in sweep.variants:
-        if variant.group != group:
+        if variant.group != group or variant.name not in {row["variant"] for row in rows.values()}:
             continue
-        found = sample(rows, variant, sweep.metric)
+        found = sample(rows, variant.name, sweep.metric)
         seconds = [
             row["seconds"]
             for row in rows.values()
@@ -220,7 +254,7 @@ def _other_metrics(rows: Rows, variant: Variant, sweep: Sweep) -> str:
         if name in shown or (name != metric and ("." in name or name.startswith(f"{metric}_")))
     }
     return "; ".join(
-        f"{name.removeprefix(f'{metric}_')} {_shown(sample(rows, variant, name))}"
+        f"{name.removeprefix(f'{metric}_')} {_shown(sample(rows, variant.name, name))}"
         for name in sorted(names)
     )
 

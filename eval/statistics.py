@@ -45,10 +45,10 @@ class Sample:
 
 @dataclasses.dataclass(frozen=True)
 class Noise:
-    """The spread of one run, pooled over variants: with two seeds each, no variant has its own.
+    """The spread of a value, pooled over samples: two seeds alone say little of it.
 
     Attributes:
-        deviation: of a single value; NaN without any variant of two seeds.
+        deviation: of a single value; NaN without any sample of two.
         freedom: degrees of freedom.
     """
 
@@ -79,14 +79,20 @@ class Difference:
     half_width: float
 
 
-def difference(variant: Sample, other: Sample, noise: Noise, lower_is_better: bool) -> Difference:
-    """See `Difference`; NaN where there are too few numbers."""
-    mean = other.mean - variant.mean if lower_is_better else variant.mean - other.mean
-    if not variant.values or not other.values or not noise.freedom:
-        return Difference(mean, math.nan)
-    error = noise.deviation * math.sqrt(1 / len(variant.values) + 1 / len(other.values))
+def difference(gains: Sample, noise: Noise) -> Difference:
+    """What the gains of some seeds say of the gain.
+
+    Args:
+        gains: one a seed, positive where the variant is better.
+        noise: the spread of such a gain.
+
+    Returns:
+        See `Difference`; NaN where there are too few numbers.
+    """
+    if not gains.values or not noise.freedom:
+        return Difference(gains.mean, math.nan)
     quantile = stats.t.ppf((1 + _CONFIDENCE) / 2, noise.freedom)
-    return Difference(mean, float(quantile) * error)
+    return Difference(gains.mean, float(quantile) * noise.deviation / math.sqrt(len(gains.values)))
 
 
 def verdict(found: Difference, kind: str, margin: float) -> str:

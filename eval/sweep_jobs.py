@@ -108,7 +108,9 @@ class Job:
         training, found = self.variant.training, [{} for _ in self.seeds]
         if training is not None and training.together:
             summary = json.loads((self.run_folder / "summary.json").read_text())
-            by_seed = {run["seed"]: run for run in summary["runs"]}
+            by_seed = {run.pop("seed"): run for run in summary["runs"]}
+            for run in by_seed.values():
+                del run["optimizer"]
             found = [_numbers(by_seed[seed]) for seed in self.seeds]
         elif training is not None:
             lines = (self.run_folder / "metrics.jsonl").read_text().splitlines()

@@ -169,6 +169,8 @@ def _check(config: ConfigDict, workdir: Path) -> plan_lib.Plan:
         raise SettingsError(
             f"train.init_from = {train.init_from!r}: must be empty, a comparison starts from seeds"
         )
+    if evaluation.tasks:
+        raise SettingsError(f"eval.tasks = {evaluation.tasks!r}: must be () in a comparison")
     for key, value in (("train.steps", train.steps), ("eval.every", evaluation.every)):
         if value % train.log_every:
             raise SettingsError(

@@ -17,7 +17,7 @@ import jax
 from ml_collections import ConfigDict
 
 from pallas_kernels.checks import Checks, KernelMismatch
-from train import closing, profile, recovery, runinfo
+from train import closing, probes, profile, recovery, runinfo
 from train import flops as flops_lib
 from train import metrics as metrics_lib
 from train import plan as plan_lib
@@ -55,6 +55,7 @@ def run(config: ConfigDict, workdir: Path, stop: Stop | None = None) -> None:
     stop = stop or Stop()
     stages = stages_lib.resolve_stages(config)
     steps = stages[0].settings.train.steps
+    probes.check(stages[0].settings)
     damaged: dict[int, str] = {}
     saved = plan_lib.newest(workdir, damaged)
     if saved is not None:
@@ -103,7 +104,8 @@ def _close_again(
             if closing.NUMBERS in lacking:
                 chunk = plan.settings.train.loss_chunk_tokens
                 eval_step = step_lib.make_eval_step(plan.inference_model(index), chunk)
-                row = saved.meta["row"] | closing.heldout(plan, index, eval_step, params)
+                arguments = (plan, index, eval_step, params)
+                row = saved.meta["row"] | closing.heldout(*arguments) | probes.scores(*arguments)
                 if plan.settings.eval.byte_ngram:
                     row |= closing.ngram(plan, index)
                 if active:
@@ -373,7 +375,8 @@ class _Run:
                     return
 
     def _evaluate(self, index: int, eval_step: Any, last: bool) -> dict[str, float]:
-        numbers = closing.heldout(self.plan, index, eval_step, self.state.params)
+        arguments = (self.plan, index, eval_step, self.state.params)
+        numbers = closing.heldout(*arguments) | probes.scores(*arguments)
         if last and self.evaluation.byte_ngram:
             numbers |= closing.ngram(self.plan, index)
         return numbers

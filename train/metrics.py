@@ -132,6 +132,7 @@ class Reporter:
             parts.append(f"score {values['score']:.3f} in {values['tokens']:.0f} tokens")
         if "heldout_bits_per_byte" in values:
             parts.append(f"held-out {values['heldout_bits_per_byte']:.4f} bits/byte")
+        parts += [f"{name} {values[name]:.3f}" for name in values if name.startswith("task_")]
         return "  ".join(parts)
 
     def close(self) -> None:

@@ -240,6 +240,9 @@ class EvalSettings:
     every: int = 0
     # Held-out batches per evaluation.
     batches: int = 8
+    # Tasks that are measured with them, ("needle:256", ..), and problems of each (`train.probes`).
+    tasks: tuple = ()
+    task_problems: int = 32
     # Compare with an order-2 byte n-gram model at the end (byte-level tokenizer only).
     byte_ngram: bool = True
     sample_prompt: str = ""
@@ -251,6 +254,7 @@ class EvalSettings:
     def __post_init__(self):
         """Checks the values."""
         _require(self.batches >= 1, "eval.batches", self.batches, "at least 1")
+        _require(self.task_problems >= 1, "eval.task_problems", self.task_problems, "at least 1")
         for name in ("every", "sample_tokens", "sample_temperature", "sample_seed"):
             value = getattr(self, name)
             _require(0 <= value < math.inf, f"eval.{name}", value, "at least 0, finite")

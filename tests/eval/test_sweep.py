@@ -63,15 +63,15 @@ def test_all_points_run_once_and_are_reported(folder):
     assert folder.run("--slots=2") == 0
     assert sorted(folder.ran()) == [f"{n} {seed}" for n in (1, 2, 3, 4) for seed in (0, 1)]
     row = folder.rows()["b@1"]
-    assert row["metrics"] == {"sweep_program.loss": 2.125, "sweep_program.deep.x": 1}
+    assert row["metrics"] == {"sweep_program.loss": 1.875, "sweep_program.deep.x": 1}
     command = row["commands"][0].split()
     assert command[:3] == ["python", "-m", "tests.eval.sweep_program"]
     assert {"--workdir=/run", "--seed=1", "--n=2"} <= set(command)
     assert len(row["commit"]) == 40
     text = (folder.workdir / report.FILE).read_text()
     assert "8 of 8 points are finished." in text
-    # Means 1.0625 and 2.0625, deviations 0.125 / sqrt(2), t(0.975, 4 degrees) = 2.776.
-    assert "a: 1.0625 ± 0.0884 | b: 2.0625 ± 0.0884 | better | +1.0000 ± 0.2454 | holds" in text
+    # Gains 1 and 0.75: deviation 0.25 / sqrt(2), t(0.975, 1 degree) = 12.706.
+    assert "a: 1.0625 ± 0.0884 | b: 1.9375 ± 0.0884 | better | +0.8750 ± 1.5883 | not shown" in text
     assert row["commands"][0] in text and row["commit"] in text
     for name in ("claim_00.png", "group_all.png"):
         assert (folder.workdir / report.PLOTS / name).read_bytes()[:4] == b"\x89PNG"
@@ -97,7 +97,7 @@ def test_a_failed_point_stops_nothing_and_is_tried_again(folder, capsys):
     text = (folder.workdir / report.FILE).read_text()
     assert "4 of 6 points are finished. 2 have failed" in text
     assert "| b@1 | exit status 2: error: n is what it must not be | points/b@1 |" in text
-    assert "no numbers" in text
+    assert "## Claims" not in text
     capsys.readouterr()
     folder.write("one('a', 1), one('b', 2), one('c', 3)")
     assert folder.run() == 0
@@ -195,7 +195,7 @@ def test_seeds_that_train_together_are_one_job(tmp_path):
     runs = [{"seed": 5, "heldout_loss": 2.0, "optimizer": {"name": "x"}, "run": "b"}]
     runs.append({"seed": 3, "heldout_loss": 1.0, "optimizer": {"eps": 0.1}, "run": "a"})
     (first.run_folder / "summary.json").write_text(json.dumps({"runs": runs}))
-    assert [found["heldout_loss"] for found in first.metrics()] == [1.0, 2.0]
+    assert first.metrics() == [{"heldout_loss": 1.0}, {"heldout_loss": 2.0}]
 
 
 def test_a_training_and_what_is_evaluated_of_it(tmp_path):

@@ -152,3 +152,36 @@ def test_builtin_corpus(tmp_path):
     assert 5e6 < sum(path.stat().st_size for path in files) < 20e6
     with pytest.raises(ValueError, match="no .py files"):
         builtin.stdlib_files(tmp_path)
+
+
+def test_long_context_texts_are_made(tmp_path):
+    source = sources.open_source("long_context", "needle,copy:200")
+    skipped = sources.Skipped()
+    documents = []
+    for document in source.documents(skipped):
+        documents.append(document)
+        if len(documents) == 50:
+            break
+    for number, document in enumerate(documents):
+        # bos and eos are two of the 200.
+        assert len(document.prompt) + len(document.data) == 198
+        assert document.data.startswith(b"[copy:" if number % 2 else b"[")
+    assert len({document.document_id for document in documents}) == 50
+    others = [sources.open_source("long_context", path) for path in ("needle:200", "needle:208")]
+    digests = {one.listing_digest() for one in (source, *others)}
+    assert len(digests) == 3 and not skipped.counts
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("", "must be tasks and a length, such as 'needle,copy:256'"),
+        ("needle", "must be tasks and a length"),
+        ("hay:256", "task 'hay': must be one of"),
+        ("needle:100", "must be at least 128"),
+    ],
+)
+def test_impossible_long_context_texts(path, message):
+    with pytest.raises(sources.SourceError) as error:
+        sources.open_source("long_context", path)
+    assert message in str(error.value) and f"data.path={path!r}" in str(error.value)
