@@ -128,6 +128,8 @@ def _flag(value: Any) -> str:
 
 def _numbers(tree: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
     """{"a.b": number} of nested objects; what is no number is left out."""
+    if not isinstance(tree, Mapping):
+        raise ValueError(f"must be an object, not {type(tree).__name__}")
     flat: dict[str, float] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping):

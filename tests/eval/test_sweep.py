@@ -210,6 +210,9 @@ def test_a_training_and_what_is_evaluated_of_it(tmp_path):
     assert f"--workdir={job.run_folder}" in train and f"--workdir={job.run_folder}" in evaluate
     job.run_folder.mkdir(parents=True)
     (job.run_folder / "metrics.jsonl").write_text('{"loss": 3.0}\n{"loss": 2.0, "step": 3}\n')
+    job.evaluated(0).write_text("[1]")
+    with pytest.raises(ValueError, match="must be an object, not list"):
+        job.metrics()
     job.evaluated(0).write_text('{"x": 1, "flag": true, "y": {"z": 2.5}}')
     want = {"loss": 2.0, "step": 3, "sweep_program.x": 1, "sweep_program.y.z": 2.5}
     assert job.metrics() == [want]
