@@ -97,9 +97,7 @@ class CheckpointLM(TemplateLM):
             totals[number] += float(scored.logprobs[-size:].sum())
         return totals
 
-    def generate_until(
-        self, requests: Sequence[Instance], disable_tqdm: bool = False
-    ) -> list[str]:
+    def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
         """Continues texts up to the stop texts of their task."""
         del disable_tqdm
         groups: dict[str, list[int]] = {}
@@ -110,8 +108,7 @@ class CheckpointLM(TemplateLM):
             settings = _settings(requests[members[0]].args[1])
             room = self.max_length - settings["max_tokens"] - 1
             prompts = [
-                self._begun(self.tok_encode(requests[number].args[0])[-room:])
-                for number in members
+                self._begun(self.tok_encode(requests[number].args[0])[-room:]) for number in members
             ]
             results = self._generator.generate(prompts, seed=self._seed, **settings)
             for number, result in zip(members, results, strict=True):

@@ -119,9 +119,13 @@ def write(sweep: Sweep, path: str, workdir: Path) -> Path:
     rows = {id: rows[id] for id in wanted if id in rows}
     (workdir / PLOTS).mkdir(parents=True, exist_ok=True)
     parts = [_head(path, wanted, rows), _claims(sweep, rows, workdir)]
-    started = {row["variant"] for row in rows.values()}
-    for group in dict.fromkeys(v.group for v in sweep.variants if v.name in started):
-        parts.append(_group(group, sweep, rows, workdir))
+    groups: dict[str, list[Variant]] = {}
+    for variant in sweep.variants:
+        if any(row["variant"] == variant.name for row in rows.values()):
+            groups.setdefault(variant.group, []).append(variant)
+    known = sizes(sweep)
+    for group, variants in groups.items():
+        parts.append(_group(group, variants, known, sweep, rows, workdir))
     parts += [_failures(rows), _sources(rows)]
     text = "\n".join(part for part in parts if part)
     partial = workdir / f"{FILE}.partial"
@@ -210,12 +214,16 @@ def _axis(claim: Claim, sweep: Sweep) -> str:
     return claim.metric or sweep.metric
 
 
-def _group(group: str, sweep: Sweep, rows: Rows, workdir: Path) -> str:
-    known = sizes(sweep)
+def _group(
+    group: str,
+    variants: Sequence[Variant],
+    known: Mapping[str, Size],
+    sweep: Sweep,
+    rows: Rows,
+    workdir: Path,
+) -> str:
     lines, shown = [], []
-    for variant in sweep.variants:
-        if variant.group != group or variant.name not in {row["variant"] for row in rows.values()}:
-            continue
+    for variant in variants:
         found = sample(rows, variant.name, sweep.metric)
         seconds = [
             row["seconds"]

@@ -190,8 +190,12 @@ def _precision_claims() -> list[Claim]:
     return [
         Claim(trained, "base", "kv_bf16", **free),
         Claim(trained, "kv_fp8", "kv_bf16", **free),
-        Claim("training with FP4 is better than rounding later", "base", "kv_bf16",
-              other_metric=_under("fp4")),
+        Claim(
+            "training with FP4 is better than rounding later",
+            "base",
+            "kv_bf16",
+            other_metric=_under("fp4"),
+        ),
         Claim("FP8 needs no training", "kv_bf16", "kv_bf16", _under("fp8"), _METRIC, **free),
         Claim(f"{rounding}: no worse than before it", "base", "kv_before_rope", **free),
         Claim(f"{rounding}: no worse than with one", "base", "kv_global_scale", **free),

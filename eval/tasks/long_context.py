@@ -85,7 +85,7 @@ def _multi_key(rng: np.random.Generator) -> _Parts:
 def _variables(rng: np.random.Generator) -> _Parts:
     keys, notes, values = _keys(rng, 2 * (_HOPS + 1)), [[], []], []
     for chain in range(2):
-        own = keys[chain :: 2]
+        own = keys[chain::2]
         values.append(_value(rng))
         notes[chain] = [f"[{own[0]}={values[chain]}]"]
         notes[chain] += [f"[{b}={a}]" for a, b in zip(own, own[1:], strict=False)]

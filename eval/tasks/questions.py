@@ -78,7 +78,7 @@ class Choices:
         if len(choices) < 2:
             raise InputError(f"{where}: there must be two choices or more")
         listed = "\n".join(f"{_LETTERS[i]}) {choice}" for i, choice in enumerate(choices))
-        prompt = f"{text}\n\n{listed}\n\nEnd with a line \"Answer: LETTER\"."
+        prompt = f'{text}\n\n{listed}\n\nEnd with a line "Answer: LETTER".'
         return Question(_id(where, row), prompt, _LETTERS[answer], _rating(where, row))
 
     def score(self, question: Question, answer: str) -> float:
