@@ -156,8 +156,8 @@ def sampled(
     return figures, rows
 
 
-def harness(generator: Generator, tasks: Sequence[str], arguments: Arguments) -> dict[str, Any]:
-    """{task: {metric: value}} of tasks of lm-evaluation-harness.
+def open_harness(tasks: Sequence[str], include: Sequence[str]) -> Any:
+    """The task manager of lm-evaluation-harness, which knows all of `tasks`.
 
     Raises:
         InputError: the package is missing, or has no such task.
@@ -166,21 +166,34 @@ def harness(generator: Generator, tasks: Sequence[str], arguments: Arguments) ->
     for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"):
         os.environ.setdefault(name, "1")
     try:
-        import lm_eval
         from lm_eval.tasks import TaskManager
-
-        from eval.lm_eval_model import CheckpointLM
     except ImportError as error:
         raise InputError(
             f"tasks {', '.join(tasks)} need the package lm-eval: pip install -e '.[eval]' ({error})"
         ) from error
-    manager = TaskManager(include_path=list(arguments.include) or None)
-    unknown = [name for name in tasks if not manager.match_tasks([name])]
-    if unknown:
-        raise InputError(
-            f"task {unknown[0]!r}: none of lm-evaluation-harness, nor in --include="
-            f"{','.join(arguments.include)}; others are {', '.join(_SAMPLED)}"
-        )
+
+    # Reading the package's own tasks takes half a minute: only where one of them is asked for.
+    missing = list(tasks)
+    for own in (False, True):
+        if own or include:
+            manager = TaskManager(include_path=list(include) or None, include_defaults=own)
+            missing = [name for name in tasks if not manager.match_tasks([name])]
+            if not missing:
+                return manager
+    raise InputError(
+        f"task {missing[0]!r}: none of lm-evaluation-harness, nor in --include="
+        f"{','.join(include)}; others are {', '.join(_SAMPLED)}"
+    )
+
+
+def harness(
+    generator: Generator, tasks: Sequence[str], manager: Any, arguments: Arguments
+) -> dict[str, Any]:
+    """{task: {metric: value}} of tasks of lm-evaluation-harness."""
+    import lm_eval
+
+    from eval.lm_eval_model import CheckpointLM
+
     found = lm_eval.simple_evaluate(
         CheckpointLM(generator, seed=arguments.manner.seed),
         tasks=list(tasks),
@@ -205,15 +218,16 @@ def harness(generator: Generator, tasks: Sequence[str], arguments: Arguments) ->
 def run(arguments: Arguments) -> dict[str, Any]:
     """All tasks; writes and returns the figures."""
     own = [name for name in arguments.tasks if name == "humaneval" or ":" in name]
-    # Files are read before the checkpoint is: their mistakes show at once.
+    # Tasks are opened before the checkpoint is: their mistakes show at once.
     tasks = {name: open_task(name) for name in own}
     others = [name for name in arguments.tasks if name not in own]
+    manager = open_harness(others, arguments.include) if others else None
     generator = Generator.from_workdir(
         arguments.workdir, step=arguments.step, options=Options(batch_size=arguments.batch_size)
     )
     figures, rows = sampled(generator, tasks, arguments)
     if others:
-        figures |= harness(generator, others, arguments)
+        figures |= harness(generator, others, manager, arguments)
     try:
         arguments.out.mkdir(parents=True, exist_ok=True)
         text = json.dumps(figures, indent=1) + "\n"

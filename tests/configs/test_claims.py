@@ -9,6 +9,7 @@ from eval import report
 from eval import sweep as sweep_lib
 from train import stages
 from train.data import pipeline
+from v41flash.accounting import parameters
 
 SWEEP = claims.get_sweep()
 SIZES = report.sizes(SWEEP)
@@ -71,3 +72,19 @@ def test_the_base_has_every_mechanism():
     # A row holds more than windows, selections and pool take.
     held = model.candidate_topk_blocks * model.candidate_block_size
     assert model.index_topk < held < 512 and model.sliding_window < 512
+
+
+def test_other_settings_keep_the_parameters():
+    """What held-out numbers are taken under has the layers, and the units, of what was trained."""
+
+    def layout(training):
+        model = sweep_lib.model(training, sweep_lib.flat_config(training.config))
+        units = [(g.name, g.start, g.reuse, g.repeats, g.first.mode) for g in model.groups]
+        return units, parameters.total(model)
+
+    seen = 0
+    for variant in SWEEP.variants:
+        for overrides in variant.training.also.values():
+            assert layout(variant.training.but(overrides)) == layout(variant.training)
+            seen += 1
+    assert seen == 9

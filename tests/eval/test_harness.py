@@ -1,7 +1,9 @@
 """Benchmarks end to end on a checkpoint: scores equal to a direct computation."""
 
+import itertools
 import json
 import math
+import types
 
 import jax
 import numpy as np
@@ -9,10 +11,12 @@ import pytest
 
 from configs import _defaults
 from eval import harness, sampled
+from eval.scoring import Scored
 from eval.tasks.questions import Question
 from tests.v41flash.serving.served import CONFIG, Served
 from train.settings import to_json
 from v41flash.checkpoints.orbax import Checkpoints
+from v41flash.errors import InputError
 from v41flash.text.tokenizer import ByteTokenizer
 
 TOKENIZER = ByteTokenizer()
@@ -74,6 +78,25 @@ def workdir(tmp_path_factory, served):
     return folder
 
 
+@pytest.fixture(scope="module")
+def generator(workdir):
+    """The run's, whose programs all tests share."""
+    return harness.Generator.from_workdir(workdir, options=harness.Options(batch_size=2))
+
+
+@pytest.fixture
+def one_generator(generator, monkeypatch):
+    """What is asked of the run folder."""
+    asked = []
+
+    def from_workdir(workdir, **keywords):
+        asked.append(keywords)
+        return generator
+
+    monkeypatch.setattr(harness.Generator, "from_workdir", from_workdir)
+    return asked
+
+
 def direct(served, texts):
     """Of texts, log-probabilities of every byte given all before it: the training form."""
     rows = [np.concatenate([[TOKENIZER.bos_id], TOKENIZER.encode(text)]) for text in texts]
@@ -104,14 +127,16 @@ def write_tasks(folder, served):
     return {"acc": 2 / 3, "bits_per_byte": bits}
 
 
-def test_tasks_of_the_harness(workdir, served, tmp_path, monkeypatch, capsys):
+@pytest.mark.slow
+def test_tasks_of_the_harness(
+    workdir, generator, one_generator, served, tmp_path, monkeypatch, capsys
+):
     pytest.importorskip("lm_eval")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     expected = write_tasks(tmp_path / "tasks", served)
     # What the model writes greedily, as Generator does.
     prompt = "Why is it"
-    generator = harness.Generator.from_workdir(workdir)
     (written,) = generator.generate([prompt], max_tokens=4, temperature=0.0)
     rows = [{"question": prompt, "greedy": written.text}, {"question": prompt, "greedy": "no"}]
     data = tmp_path / "tasks" / "written.jsonl"
@@ -127,11 +152,94 @@ def test_tasks_of_the_harness(workdir, served, tmp_path, monkeypatch, capsys):
         expected["bits_per_byte"], abs=2e-3
     )
     assert found["local_written"]["exact_match"] == 0.5
-    assert harness.main([f"--workdir={workdir}", "--tasks=no_such_task"]) == 2
+    assert one_generator == [{"step": None, "options": harness.Options(batch_size=8)}]
+
+
+def test_what_is_no_run_folder_is_refused(tmp_path, capsys):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"problem": "1 + 1?", "answer": 2}\n')
+    assert harness.main(["--workdir=/nowhere", f"--tasks=answers:{path}"]) == 2
+    assert "/nowhere: must be the folder of a training run" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_task_that_the_harness_lacks(capsys):
+    pytest.importorskip("lm_eval")
+    assert harness.main(["--workdir=/nowhere", "--tasks=no_such_task"]) == 2
     assert "task 'no_such_task': none of lm-evaluation-harness" in capsys.readouterr().err
 
 
-def test_sampled_tasks(workdir, tmp_path, capsys):
+class _Table:
+    """Scores as a function of token and place; every even token is the likeliest."""
+
+    by_place = 0.01
+
+    def score(self, rows):
+        self.rows = [np.asarray(row) for row in rows]
+        return [
+            Scored(-(row[1:] + self.by_place * np.arange(1, len(row))), row[1:] % 2 == 0)
+            for row in self.rows
+        ]
+
+
+def _model(positions=64):
+    lm_eval_model = pytest.importorskip("eval.lm_eval_model")
+    stub = types.SimpleNamespace(
+        tokenizer=TOKENIZER,
+        config=types.SimpleNamespace(max_position_embeddings=positions),
+        programs=types.SimpleNamespace(model=None),
+    )
+    model = lm_eval_model.CheckpointLM(stub)
+    model._scorer = _Table()
+    return model
+
+
+def _requests(*pairs):
+    return [types.SimpleNamespace(args=pair) for pair in pairs]
+
+
+def test_what_is_scored_of_a_pair():
+    model = _model()
+    found = model.loglikelihood(_requests(("ab", "cd"), ("", "bd"), ("a ", "b")))
+    bos = TOKENIZER.bos_id
+    ab, cd, bd, a, space_b = (list(TOKENIZER.encode(t)) for t in ("ab", "cd", "bd", "a", " b"))
+    rows = [[bos, *ab, *cd], [bos, *bd], [bos, *a, *space_b]]
+    assert [row.tolist() for row in model._scorer.rows] == rows
+    expected = [-(cd[0] + cd[1] + 0.07), -(bd[0] + bd[1] + 0.03), -(sum(space_b) + 0.05)]
+    np.testing.assert_allclose([score for score, _ in found], expected)
+    even = [all(t % 2 == 0 for t in tokens) for tokens in (cd, bd, space_b)]
+    assert [sure for _, sure in found] == even
+    # What is too long loses its beginning.
+    model = _model(positions=4)
+    model.loglikelihood(_requests(("abcdefgh", "xy")))
+    assert model._scorer.rows[0].tolist() == list(TOKENIZER.encode("ghxy"))
+
+
+def test_rolling_scores_every_token_once():
+    for text in ("a", "abcdefgh", "abcdefghijk", "x" * 40):
+        model = _model(positions=5)
+        model._scorer.by_place = 0.0
+        (total,) = model.loglikelihood_rolling(_requests((text,)))
+        assert total == -sum(TOKENIZER.encode(text))
+        assert model._scorer.rows[0][0] == TOKENIZER.bos_id
+        assert max(map(len, model._scorer.rows)) <= 5
+
+
+def test_generation_settings():
+    lm_eval_model = pytest.importorskip("eval.lm_eval_model")
+    settings = lm_eval_model._settings({"until": ["\n", ""], "max_gen_toks": 7})
+    assert settings == {
+        "max_tokens": 7, "temperature": 0.0, "top_p": 1.0, "top_k": 0, "stop": ("\n",)
+    }  # fmt: skip
+    sampled_settings = lm_eval_model._settings({"until": "x", "temperature": 0.5})
+    assert sampled_settings["temperature"] == 0.5 and sampled_settings["stop"] == ("x",)
+    assert lm_eval_model._settings({"temperature": 0.5, "do_sample": False})["temperature"] == 0.0
+    with pytest.raises(InputError, match="generation_kwargs: 'beams'"):
+        lm_eval_model._settings({"beams": 3})
+
+
+@pytest.mark.slow
+def test_sampled_tasks(workdir, one_generator, tmp_path, capsys):
     """Files of every kind, through sampling, at two efforts and at none."""
     choices = tmp_path / "c.jsonl"
     choices.write_text('{"question": "Which?", "choices": ["a", "b"], "answer": 0, "rating": 9}\n')
@@ -154,15 +262,6 @@ def test_sampled_tasks(workdir, tmp_path, capsys):
     assert json.loads((out / "results.json").read_text())[f"code:{programs}"]["samples"] == 2
 
 
-class _Knows:
-    """Scores answers that name the question's truth."""
-
-    stop = ()
-
-    def score(self, question, answer):
-        return float(answer == question.truth)
-
-
 def test_figures():
     asked = [Question("a", "?", "x", 1000.0), Question("b", "?", "y", 2000.0)]
     scores = [1, 0, 1, 0, 0, 0, 0, 0]
@@ -178,8 +277,6 @@ def test_figures():
 
 def test_pass_at_k_is_unbiased():
     """Against the chance of drawing a right answer, counted over all subsets."""
-    import itertools
-
     for n, c in ((5, 0), (5, 2), (6, 6)):
         right = [True] * c + [False] * (n - c)
         for k in range(1, n + 1):
@@ -199,7 +296,6 @@ def test_pass_at_k_is_unbiased():
         (["--workdir=x", "--tasks=arc:x"], "arc:x: must be arc:train or arc:eval"),
         (["--workdir=x", "--tasks=humaneval", "--efforts=101"], "101"),
         (["--workdir=x", "--tasks=humaneval", "--samples=0"], "samples"),
-        (["--workdir=/nowhere", "--tasks=x"], "/nowhere: must be the folder of a training run"),
         (["--workdir=x", "--tasks=x", "y"], "'y' is no flag"),
     ],
 )
