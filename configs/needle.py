@@ -3,10 +3,10 @@
     python -m train.main --config=configs/needle.py --workdir=/tmp/needle
     python -m eval.long_context --workdir=/tmp/needle --tasks=needle --lengths=128,512,2048
 
-Texts of 128 bytes with six notes, all asked for at the end (`eval.tasks.long_context`); answers and
-questions are learnt, the text is only read. A window layer, Full and Reuse at m = 1: what lies
-beyond 16 bytes is seen through a selection of 16 entries, at any length. For the first steps every
-entry is attended to, while the indexer learns from all of them what to select.
+Texts of 128 bytes with one to six notes, all asked for at the end (`eval.tasks.long_context`);
+answers and questions are learnt, the text is only read. A window layer, Full and Reuse at m = 1:
+what lies beyond 16 bytes is seen through a selection of 16 entries, at any length. For the first
+steps every entry is attended to, while the indexer learns from all of them what to select.
 """
 
 from configs import _defaults
@@ -71,13 +71,13 @@ def get_config():
     config.optimizer.learning_rate = 4e-3
     config.optimizer.warmup_steps = 30
     config.optimizer.decay_from = 500
-    config.optimizer.decay_until = 900
+    config.optimizer.decay_until = 800
 
-    config.train.steps = 900
-    config.train.indexer_warmup_steps = 450
+    config.train.steps = 800
+    config.train.indexer_warmup_steps = 500
     config.train.log_every = 50
-    config.train.checkpoint_every = 450
-    config.eval.every = 150
+    config.train.checkpoint_every = 400
+    config.eval.every = 100
     config.eval.batches = 4
     config.eval.tasks = (f"needle:{_LENGTH}", f"needle:{4 * _LENGTH}")
     config.eval.byte_ngram = False

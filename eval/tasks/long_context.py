@@ -31,8 +31,9 @@ _WORDS = (
     "number night point home water room mother area money story fact month lot right study book"
 ).split()
 _KEYS, _HOPS, _COPIED = 8, 2, 12
-# Notes of a training text, which are all asked for.
-_TRAINING_NOTES = 6
+# Questions of a training text. It has as many notes or fewer: where there is one alone, what is
+# learnt first is to copy; with more of them, which one.
+_TRAINING_QUESTIONS = 6
 _TRAINING_TEXTS = 20_000
 SHORTEST = 128
 
@@ -198,7 +199,8 @@ class TrainingText(NamedTuple):
 def training_texts(tasks: tuple[str, ...], length: int) -> Iterator[TrainingText]:
     """Texts to learn the tasks from, of `length` characters (bos and eos included) each.
 
-    The notes of several problems share a text; the completion asks for all, in random order.
+    A text has one to six notes, and the completion asks for all of them in random order; with few
+    notes, for some again.
 
     Raises:
         InputError: no such task, or a length without room for the notes.
@@ -214,10 +216,9 @@ def training_texts(tasks: tuple[str, ...], length: int) -> Iterator[TrainingText
 
 def _training_text(rng: np.random.Generator, task: str, length: int) -> TrainingText:
     if task in ("needle", "multi_key"):
-        keys = _keys(rng, _TRAINING_NOTES)
-        values = [_value(rng) for _ in keys]
-        notes = [f"[{key}={value}]" for key, value in zip(keys, values, strict=True)]
-        questions = list(notes)
+        keys = _keys(rng, int(rng.integers(1, _TRAINING_QUESTIONS + 1)))
+        notes = [f"[{key}={_value(rng)}]" for key in keys]
+        questions = [notes[i % len(notes)] for i in range(_TRAINING_QUESTIONS)]
     else:
         parts = _TASKS[task](rng)
         notes, questions = parts.notes, [f"{parts.question}{parts.answer}"]

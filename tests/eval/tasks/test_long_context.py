@@ -77,17 +77,21 @@ def test_problems_are_the_same_every_time_and_all_different():
 @pytest.mark.parametrize("task", long_context.TASKS)
 def test_training_texts_ask_for_all_that_they_hold(task):
     texts = long_context.training_texts((task,), 256)
-    asked = []
-    for _ in range(30):
+    asked, held = [], []
+    for _ in range(60):
         prompt, completion = next(texts)
         assert 2 + len(prompt) + len(completion) == 256
         questions = completion.split(" ")
         asked.append(len(questions))
+        held.append(prompt.count("["))
         for question in questions:
             cut = re.search(r"->|[=:]", question).end()
             assert solve(prompt + question[:cut]) == question[cut:]
-    notes = {"needle": 6, "multi_key": 6}.get(task, 1)
-    assert set(asked) == {notes}
+        if task in ("needle", "multi_key"):
+            assert len(set(questions)) == held[-1]
+    many = task in ("needle", "multi_key")
+    assert set(asked) == ({6} if many else {1})
+    assert set(held) == (set(range(1, 7)) if many else {6} if task == "variables" else {1})
 
 
 def test_tasks_take_turns():
@@ -100,7 +104,7 @@ def test_depths_of_training_notes_cover_the_text():
     texts = long_context.training_texts(("needle",), 512)
     places = [m.start() for _ in range(50) for m in re.finditer(r"\[", next(texts).prompt)]
     counts, _ = np.histogram(places, 4, (0, 460))
-    assert counts.min() > 40
+    assert counts.min() > 25
 
 
 @pytest.mark.parametrize(
