@@ -8,7 +8,8 @@ The tasks are those of `eval.tasks.long_context`. An answer is what the model wr
 likeliest token at each place, after the prefill that serving uses. Lengths are by default 1, 4, 16
 and 64 times the length that the run was trained on, as far as its positions go. For --selection
 problems of a cell, the indexers' choices are looked at as well: recall is the share of the answer's
-tokens whose own entry, in the note, is among the top-k of the query that has to write it.
+tokens (but the bracket that ends it) whose own entry, in the note, is among the top-k of the query
+that has to write it.
 
 FOLDER (by default DIR/long_context) gets a heat map and, where selections are looked at, a curve
 for every task; the JSON has {task: {"accuracy": {length: {depth: share}}, "recall": {length:
@@ -111,12 +112,15 @@ def default_lengths(workdir: Path, positions: int) -> tuple[int, ...]:
 
 
 def wanted(generator: Generator, problem: Problem) -> Wanted:
-    """The queries that write a problem's answer, and the tokens of its note that they need."""
+    """The queries that write a problem's answer, and the tokens of its note that they need.
+
+    Without the bracket that ends every answer, for which nothing has to be looked up.
+    """
 
     def size(text: str) -> int:
         return 1 + len(generator.tokenizer.encode(text))
 
-    whole = generator.encode(problem.prompt + problem.answer)
+    whole = generator.encode(problem.prompt + problem.answer[:-1])
     asked = np.arange(size(problem.prompt) - 1, len(whole) - 1)
     stands = size(problem.prompt[: problem.notes[0][1] - len(problem.answer)])
     return Wanted(whole[:-1], asked, stands + np.arange(len(asked)))
