@@ -205,6 +205,8 @@ def plot(task: str, numbers: dict[str, Any], folder: Path) -> None:
             shares = [recall[length][name] for length in lengths]
             axes[1].plot([int(length) for length in lengths], shares, label=name, **look)
         axes[1].set(xscale="log", ylim=(0, 1.05), xlabel="length", ylabel="recall")
+        axes[1].set_xticks([int(length) for length in lengths], lengths)
+        axes[1].minorticks_off()
         axes[1].set_title(f"{task}: answer's entries selected")
         axes[1].legend()
         axes[1].grid(alpha=0.3)
