@@ -13,10 +13,13 @@ from configs import _defaults
 from eval import harness, sampled
 from eval.scoring import Scored
 from eval.tasks.questions import Question
+from tests.v41flash.nn import samples
 from tests.v41flash.serving.served import CONFIG, Served
 from train.settings import to_json
 from v41flash.checkpoints.orbax import Checkpoints
 from v41flash.errors import InputError
+from v41flash.text import canonical
+from v41flash.text.engram_hash import EngramHasher
 from v41flash.text.tokenizer import ByteTokenizer
 
 TOKENIZER = ByteTokenizer()
@@ -100,7 +103,12 @@ def one_generator(generator, monkeypatch):
 def direct(served, texts):
     """Of texts, log-probabilities of every byte given all before it: the training form."""
     rows = [np.concatenate([[TOKENIZER.bos_id], TOKENIZER.encode(text)]) for text in texts]
-    logprobs = np.asarray(jax.nn.log_softmax(served.truth(rows, LENGTH)))
+    tokens, positions, segments, _ = samples.batch_inputs(CONFIG, rows, LENGTH)
+    # Runs hash canonical ids.
+    ids = canonical.canonical_map(TOKENIZER)
+    hasher = EngramHasher.from_config(CONFIG, int(ids[CONFIG.engram_pad_token_id]))
+    inputs = tokens, positions, segments, hasher.rows(ids[tokens], positions)
+    logprobs = np.asarray(jax.nn.log_softmax(served._forward(served.params, *inputs)[1]))
     return [logprobs[b, np.arange(len(row) - 1), row[1:]] for b, row in enumerate(rows)]
 
 
