@@ -57,7 +57,7 @@ class Router(nn.Module):
             "weight", partitioned(normal, ("embed", None)), (cfg.hidden_size, experts), jnp.float32
         )
         logits = contract("btd,de->bte", x_BxTxd.astype(jnp.float32), weight) / cfg.gate_temp
-        scores = jnp.sqrt(jax.nn.softplus(logits))
+        scores = _affinities(logits)
         bias = jax.lax.stop_gradient(self.param("bias", zeros, (experts,), jnp.float32))
         is_image = context.is_image
         if cfg.vision is not None:
@@ -92,10 +92,19 @@ class Router(nn.Module):
         length = jnp.maximum(tokens, 1)[:, None]
         frequency = jnp.sum(selected, axis=1) * cfg.n_routed_experts
         frequency = frequency / (cfg.num_experts_per_tok * length)
-        share = scores / jnp.sum(scores, axis=-1, keepdims=True)
+        total = jnp.sum(scores, axis=-1, keepdims=True)
+        share = scores / jnp.where(total > 0, total, 1.0)
         probability = jnp.sum(share * valid[..., None], axis=1) / length
         per_row = jnp.sum(frequency * probability, axis=-1)
         return jnp.sum(per_row) / jnp.maximum(jnp.sum(tokens > 0), 1)
+
+
+def _affinities(logits: jax.Array) -> jax.Array:
+    """sqrt(softplus(logits)). Below -100 it is 0 in float32, and so is its gradient here, where the
+    root's own would be infinite."""
+    squares = jax.nn.softplus(logits)
+    positive = squares > 0
+    return jnp.where(positive, jnp.sqrt(jnp.where(positive, squares, 1.0)), 0.0)
 
 
 def _largest(scores: jax.Array, k: int) -> jax.Array:

@@ -163,3 +163,27 @@ def test_biases_move_against_the_load(stack):
     # No image tokens, no move; nothing else is touched.
     np.testing.assert_array_equal(after["bias_vl"], router["bias_vl"])
     assert after["weight"] is router["weight"] and moved["embed"] is params["embed"]
+
+
+def test_a_token_that_no_expert_scores(weights, inputs):
+    """Its scores underflow to 0 for all experts: nothing is routed, and nothing becomes NaN."""
+    x, *rest = inputs
+    params = samples.params_of(CONFIG, weights)["group_0"]["first"]["ffn"]
+    away = -1000 * x[0, 3] / np.square(x[0, 3]).sum()
+    params["router"]["weight"] = params["router"]["weight"] + away[:, None]
+    context = make_context(CONFIG, *rest[:2], None, rest[2])
+
+    @functools.partial(jax.jit, compiler_options=samples.QUICK_COMPILE)
+    @functools.partial(jax.value_and_grad, argnums=(0, 1), has_aux=True)
+    def loss(params, x):
+        (out, balance), state = MoE(CONFIG, Kernels()).apply(
+            {"params": params}, x, context, mutable=["intermediates"]
+        )
+        scores = state["intermediates"]["router"]["scores"][0]
+        return jnp.sum(jnp.square(out)) + balance, scores
+
+    (value, scores), gradients = loss(params, jnp.asarray(x))
+    assert not np.asarray(scores)[0, 3].any() and np.asarray(scores)[0, 2].all()
+    assert np.isfinite(value)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(gradients):
+        assert np.isfinite(leaf).all(), jax.tree_util.keystr(path)
