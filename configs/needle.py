@@ -77,7 +77,6 @@ def get_config():
     config.train.indexer_warmup_steps = 500
     config.train.log_every = 50
     config.train.checkpoint_every = 50
-    config.train.max_rewinds = 4
     config.eval.every = 100
     config.eval.batches = 4
     config.eval.tasks = (f"needle:{_LENGTH}", f"needle:{4 * _LENGTH}")
