@@ -134,8 +134,9 @@ def equations(jaxpr):
         if eqn.primitive.name == "while":
             continue
         inner = [value for value in eqn.params.values() if hasattr(value, "jaxpr")]
-        if not inner:
+        if not inner or eqn.primitive.name.startswith("scatter"):
             yield eqn
+            continue
         for value in inner:
             yield from equations(value.jaxpr)
 
