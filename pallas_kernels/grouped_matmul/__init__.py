@@ -5,11 +5,15 @@ from __future__ import annotations
 import jax
 
 from pallas_kernels.dispatch import Implementation, dispatch
-from pallas_kernels.grouped_matmul import mosaic_tpu, reference
+from pallas_kernels.grouped_matmul import mosaic_gpu, mosaic_tpu, reference
 
 __all__ = ["IMPLEMENTATIONS", "grouped_matmul"]
 
-IMPLEMENTATIONS = {"mosaic_tpu": mosaic_tpu.grouped_matmul, "xla": reference.grouped_matmul}
+IMPLEMENTATIONS = {
+    "mosaic_gpu": mosaic_gpu.grouped_matmul,
+    "mosaic_tpu": mosaic_tpu.grouped_matmul,
+    "xla": reference.grouped_matmul,
+}
 
 
 def grouped_matmul(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,6 +13,11 @@ import numpy as np
 
 from pallas_kernels import tpu
 from pallas_kernels.grouped_matmul import grouped_matmul
+from pallas_kernels.grouped_matmul.mosaic_gpu import rows_by_weights
+from pallas_kernels.grouped_matmul.mosaic_gpu_tile import TABLE, TuningConfig
+from pallas_kernels.grouped_matmul.mosaic_gpu_weights import weight_gradient
+from pallas_kernels.measure import Benchmark, Variant
+from pallas_kernels.tuning import Tuning
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,12 +50,24 @@ CASES = {
     "one_expert": Case((13,), rows=17),
 }
 
+_EXPERTS = 48
+_G1 = Case((1024,) * _EXPERTS, rows=1024 * _EXPERTS, inner=5120, outer=4608)
+_ZIPF = np.floor(1024 * _EXPERTS / np.arange(1, _EXPERTS + 1) / 4.5).astype(int)
+# Two experts get nothing, and what rounding leaves over goes to the first.
+_ZIPF[-2:] = 0
+_ZIPF[0] += 1024 * _EXPERTS - _ZIPF.sum()
+
 BENCHMARKS = {
-    "small_8": Case(None, rows=4096, inner=64, outer=128, experts=8),
-    "small_32": Case(None, rows=4096, inner=64, outer=128, experts=32),
-    "published_up": Case(None, rows=4096 * 6, inner=5120, outer=2304, experts=384),
+    "G1": _G1,
+    "G1_zipf": dataclasses.replace(_G1, sizes=tuple(map(int, _ZIPF))),
+    "G4": dataclasses.replace(_G1, sizes=(16,) * _EXPERTS, rows=16 * _EXPERTS),
+    "small_up": Case(None, rows=8192 * 4, inner=1024, outer=1024, experts=32),
+    "small_down": Case(None, rows=8192 * 4, inner=512, outer=1024, experts=32),
+    "published_up": Case(None, rows=4096 * 6, inner=5120, outer=4608, experts=384),
     "published_down": Case(None, rows=4096 * 6, inner=2304, outer=5120, experts=384),
+    "tiny": Case((20, 0, 9, 3), rows=40, inner=64, outer=128),
 }
+# "NAME_rows" and "NAME_weights" are its gradients.
 
 
 def arguments(
@@ -63,6 +81,93 @@ def arguments(
     x = rng.normal(size=(case.rows, case.inner)).astype(np.float32)
     w = rng.normal(size=(len(sizes), case.inner, case.outer)).astype(np.float32)
     return x.astype(dtype), w.astype(dtype), np.asarray(sizes, np.int32)
+
+
+def _parts(name: str) -> tuple[Case, str]:
+    """A benchmark's case and which product it is."""
+    for suffix in ("_rows", "_weights"):
+        if name.endswith(suffix):
+            return BENCHMARKS[name.removesuffix(suffix)], suffix
+    return BENCHMARKS[name], ""
+
+
+def operands(name: str) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """(x, w, group sizes, gradient of the result) of a benchmark, bfloat16, on the device."""
+    case, _ = _parts(name)
+    sizes = case.sizes
+    if sizes is None:
+        rng = np.random.default_rng(0)
+        sizes = rng.multinomial(case.rows, rng.dirichlet(np.full(case.experts, 3.0)))
+    shapes = (case.rows, case.inner), (len(sizes), case.inner, case.outer), (case.rows, case.outer)
+    keys = jax.random.split(jax.random.key(0), 3)
+    x, w, grad = (
+        jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True)
+    )
+    return x, w, jnp.asarray(sizes, jnp.int32), grad
+
+
+def product(name: str) -> Callable[..., jax.Array]:
+    """A benchmark's function of `operands` and, by keyword, an implementation."""
+    _, part = _parts(name)
+
+    def run(x, w, sizes, grad, implementation):
+        function = functools.partial(grouped_matmul, implementation=implementation)
+        if not part:
+            return function(x, w, sizes)
+        _, transpose = jax.vjp(lambda x, w: function(x, w, sizes), x, w)
+        return transpose(grad)[part == "_weights"]
+
+    return run
+
+
+def benchmark(name: str) -> Benchmark:
+    """One product, or one of its gradients; bytes: every operand once."""
+    case, _ = _parts(name)
+    arguments = operands(name)
+    x, w, _, grad = arguments
+    run = product(name)
+    return Benchmark(
+        reference=functools.partial(run, implementation="xla"),
+        variants={
+            "bfloat16": Variant(
+                lambda implementation: functools.partial(run, implementation=implementation),
+                arguments,
+                flops=2.0 * case.rows * case.inner * case.outer,
+                bytes=float(x.nbytes + w.nbytes + grad.nbytes),
+                tolerance=0.02,
+            )
+        },
+        rivals={"lax.ragged_dot": _ragged_dot(name, arguments)} if not _parts(name)[1] else {},
+    )
+
+
+def _ragged_dot(name: str, arguments: tuple[jax.Array, ...]) -> Variant:
+    case, _ = _parts(name)
+    return Variant(
+        lambda _: lambda x, w, sizes, grad: jax.lax.ragged_dot(x, w, sizes),
+        arguments,
+        flops=2.0 * case.rows * case.inner * case.outer,
+        bytes=0.0,
+        tolerance=0.02,
+    )
+
+
+def tuning(name: str) -> Tuning:
+    """Stages for one benchmark."""
+    _, part = _parts(name)
+    key = "weights" if part == "_weights" else "rows"
+    transposed = part == "_rows"
+
+    def function(config):
+        def run(x, w, sizes, grad):
+            if key == "weights":
+                return weight_gradient(x, grad, sizes, x.dtype, config=config)
+            left = grad if transposed else x
+            return rows_by_weights(left, w, sizes, transposed=transposed, config=config)
+
+        return run
+
+    return Tuning(TABLE, key, [TuningConfig(stages=n) for n in (4, 3, 2)], function, operands(name))
 
 
 def tpu_accounts() -> dict[str, tpu.Account]:

@@ -43,7 +43,7 @@ def block_rows(rows: int, groups: int) -> int:
     return min(max(1 << (half.bit_length() - 1), 8), 512)
 
 
-def _few(rows: int, groups: int) -> bool:
+def few(rows: int, groups: int) -> bool:
     """Whether each row gets its expert's weight: fewer are read than there are, in one step."""
     return rows <= min(_FEW_ROWS, groups)
 
@@ -111,7 +111,7 @@ def _dot(a: jax.Array, b: jax.Array, axes: tuple[int, int]) -> jax.Array:
 @jax.custom_vjp
 def _grouped_matmul(x: jax.Array, w: jax.Array, group_sizes: jax.Array) -> jax.Array:
     rows, w = x.shape[0], w.astype(x.dtype)
-    if _few(rows, w.shape[0]):
+    if few(rows, w.shape[0]):
         expert_M, owned_M = _owners(group_sizes, rows)
         return _row_by_row(x, w[expert_M], owned_M)
     plan = _plan(group_sizes, rows, block_rows(rows, w.shape[0]))
@@ -151,7 +151,7 @@ _grouped_matmul.defvjp(_forward, _backward)
 
 
 def _packed(x: jax.Array, w: jax.Array, group_sizes: jax.Array, scales: jax.Array) -> jax.Array:
-    if _few(x.shape[0], w.shape[0]):
+    if few(x.shape[0], w.shape[0]):
         expert_M, owned_M = _owners(group_sizes, x.shape[0])
         w_MxNxK = fp4.decode(w[expert_M], scales[expert_M], _PACKED_FORMAT, x.dtype)
         return _row_by_row(x, jnp.swapaxes(w_MxNxK, 1, 2), owned_M)

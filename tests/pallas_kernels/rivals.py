@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import optax
 
 from pallas_kernels import fp4
+from pallas_kernels.grouped_matmul import cases as moe_cases
 from pallas_kernels.indexer import cases as indexer_cases
 from pallas_kernels.measure import Foreign, Variant
 from pallas_kernels.newton_schulz import HYBRID, cases
@@ -162,7 +165,38 @@ def deep_gemm(name: str) -> dict[str, Foreign]:
     }
 
 
+def torch_grouped_mm(name: str) -> dict[str, Foreign | Variant]:
+    """torch's grouped product, and the one in jax for Hopper with the tiles that its authors try
+    first; both of the forward product."""
+    if name.endswith(("_rows", "_weights")):
+        return {}
+    import torch
+    from jax.experimental.pallas.ops.gpu.ragged_dot_mgpu import ragged_dot
+
+    work = moe_cases.benchmark(name).variants["bfloat16"]
+    x, w, sizes, _ = work.arguments
+    ours = [torch.from_dlpack(jax.block_until_ready(a)) for a in (x, w, jnp.cumsum(sizes))]
+    rows, weights, offsets = ours[0], ours[1], ours[2].int()
+
+    def theirs(x, w, sizes, _):
+        tiles = dict(block_m=128, block_n=128, block_k=64)
+        return ragged_dot(x, w, group_sizes=sizes, max_concurrent_steps=4, grid_block_n=1, **tiles)
+
+    return {
+        "torch._grouped_mm": Foreign(
+            lambda: torch._grouped_mm(rows, weights, offs=offsets),
+            lambda _: torch.cuda.synchronize(),
+            jnp.from_dlpack,
+            flops=work.flops,
+            bytes=work.bytes,
+            tolerance=0.02,
+        ),
+        "jax ragged_dot_mgpu": dataclasses.replace(work, function=lambda _: theirs),
+    }
+
+
 RIVALS = {
+    "grouped_matmul": torch_grouped_mm,
     "indexer": deep_gemm,
     "newton_schulz": optax_muon,
     "sparse_attention": flash_mla,
