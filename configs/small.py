@@ -66,6 +66,9 @@ def get_config():
     config.optimizer.decay_from = 150
     config.optimizer.decay_until = 300
 
+    # 0.27 GB a layer and sequence pair, which one GPU has, for an attention less in each.
+    config.kernels.keep_attention = True
+
     config.train.steps = 300
     config.train.indexer_warmup_steps = 20
     config.train.log_every = 5

@@ -18,6 +18,9 @@ class Kernels:
 
     Attributes:
         strict: of every tuple only the first name counts, so that falling back is an error.
+        keep_attention: training: a layer that is computed again for its gradients keeps the results
+            of its attention kernel, queries x heads x head_dim a layer, in place of attending
+            twice. Without a kernel for attention nothing changes.
     """
 
     sparse_attention: Implementation = None
@@ -27,6 +30,7 @@ class Kernels:
     engram_gather: Implementation = None
     fp4: Implementation = None
     strict: bool = False
+    keep_attention: bool = False
 
     def __post_init__(self) -> None:
         """Leaves the first name of each tuple where `strict`."""

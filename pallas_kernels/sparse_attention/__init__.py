@@ -15,6 +15,7 @@ from pallas_kernels.sparse_attention import (
     reference,
     tables,
 )
+from pallas_kernels.sparse_attention.reference import RESULT
 from pallas_kernels.sparse_attention.tables import Fp4Table
 
 ATTENTION_IMPLEMENTATIONS = {
@@ -31,7 +32,7 @@ MASS_IMPLEMENTATIONS = {
 # What is timed by `pallas_kernels.bench`.
 IMPLEMENTATIONS = ATTENTION_IMPLEMENTATIONS
 
-__all__ = ["Fp4Table", "selected_mass", "sparse_attention"]
+__all__ = ["RESULT", "Fp4Table", "selected_mass", "sparse_attention"]
 
 
 def sparse_attention(

@@ -27,6 +27,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -590,7 +591,7 @@ def _attention(q, window_rows, window_lo, window_hi, main_rows, indices, sink, w
 
 
 def _attention_forward(*arguments):
-    result = _attention(*arguments)
+    result = checkpoint_name(_attention(*arguments), reference.RESULT)
     return result, (arguments[:7], result)
 
 

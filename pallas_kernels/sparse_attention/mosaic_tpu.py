@@ -11,6 +11,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import tpu
@@ -134,7 +135,7 @@ def _attention(
 
 
 def _attention_forward(*arguments):
-    result = _attention(*arguments)
+    result = checkpoint_name(_attention(*arguments), reference.RESULT)
     return result, (arguments[:7], result)
 
 

@@ -16,6 +16,10 @@ from pallas_kernels.sparse_attention.tables import Fp4Table, row_bytes
 # How rows of bytes are packed.
 MAIN_FORMAT, WINDOW_FORMAT = "fp4", "fp8"
 
+# What kernels call their results for `jax.checkpoint` policies: their backward needs them, so that
+# who keeps results of this name does not attend twice.
+RESULT = "sparse_attention"
+
 # Queries that share one slice of window rows. More of them score more rows than they need, fewer
 # make small products.
 SMALLEST_WINDOW_BLOCK = 32

@@ -8,6 +8,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.sparse_attention import RESULT
 from v41flash.config import LayerGroup, LayerSpec, ModelConfig
 from v41flash.kernels import Kernels
 from v41flash.nn.context import Context
@@ -20,7 +21,7 @@ from v41flash.nn.moe import MoE
 
 # Residuals that a rematerialised layer keeps: its selection must not be scored and sorted again,
 # and the shared cache is read by other layers anyway.
-_KEEP = jax.checkpoint_policies.save_only_these_names("selection", "shared_kv")
+_KEEP = "selection", "shared_kv"
 
 # Collection of which rows of a layer's outputs are not finite.
 NONFINITE = "nonfinite"
@@ -199,4 +200,6 @@ class Unit(nn.Module):
         # dead.
         if self.is_initializing():
             return Block
-        return nn.remat(Block, policy=_KEEP, prevent_cse=not in_loop)
+        names = _KEEP + (RESULT,) * self.kernels.keep_attention
+        policy = jax.checkpoint_policies.save_only_these_names(*names)
+        return nn.remat(Block, policy=policy, prevent_cse=not in_loop)
