@@ -75,6 +75,7 @@ def _contributions(q, d_out, stats, rows, tiles, first, *, members, splits, scal
         qdo_free,
         k_full,
         k_free,
+        p_full,
         e_full,
         ds_full,
         done,
@@ -110,9 +111,13 @@ def _contributions(q, d_out, stats, rows, tiles, first, *, members, splits, scal
                 return ((words_smem[...][None] >> shifts[:, None]) & 1).astype(f32)
             return lanes.seen(words_smem, members)
 
-        def product(a_smem, b_smem):
+        def product(a_smem, k_smem):
             def multiply(acc):
-                plgpu.wgmma(acc, a_smem, b_smem.transpose((1, 0)))
+                for half in range(_CONSUMERS):
+                    plgpu.barrier_wait(k_full.at[half])
+                    columns = pl.ds(half * _HALF, _HALF)
+                    b_smem = k_smem.at[half].transpose((1, 0))
+                    plgpu.wgmma(acc, a_smem.at[:, columns], b_smem)
                 return acc[...]
 
             return pl.run_scoped(multiply, plgpu.ACC((HEADS, TILE), f32))
@@ -120,24 +125,24 @@ def _contributions(q, d_out, stats, rows, tiles, first, *, members, splits, scal
         def gradients(me, n, tile, turn, dq):
             q_smem, do_smem, k_smem, p_smem, ds_smem = buffers()
             p_smem, ds_smem = p_smem.at[turn], ds_smem.at[turn]
-            # A loop whose length the compiler does not know: unrolled, it would keep the zeros that
-            # each product starts from in registers of their own, and spill.
-            pieces = _HALF // _PIECE + (0 if interpret else lanes.opaque_zero())
-            plgpu.wgmma(dq, ds_smem, k_smem.at[:, pl.ds(me * _HALF, _HALF)])
 
-            @pl.loop(0, pieces)
-            def _piece(piece):
+            def add_rows(piece, between):
                 columns = pl.ds(me * _HALF + piece * _PIECE, _PIECE)
 
                 def multiply(acc):
+                    def add_dq():
+                        plgpu.wgmma(dq, ds_smem, k_smem.at[me])
+
+                    if between and me == 0:
+                        add_dq()
                     plgpu.wgmma(acc, p_smem.transpose((1, 0)), do_smem.at[:, columns])
+                    if between and me == 1:
+                        plgpu.barrier_wait(ds_full)
+                        add_dq()
                     plgpu.wgmma(acc, ds_smem.transpose((1, 0)), q_smem.at[:, columns])
-                    plgpu.wgmma_wait(2)
-
-                    @pl.when(piece == 0)
-                    def _():
-                        plgpu.barrier_arrive(k_free)
-
+                    if between:
+                        plgpu.wgmma_wait(2 - me)
+                        plgpu.barrier_arrive(k_free.at[me])
                     return acc[...]
 
                 added = pl.run_scoped(multiply, plgpu.ACC((TILE, _PIECE), f32))
@@ -146,11 +151,20 @@ def _contributions(q, d_out, stats, rows, tiles, first, *, members, splits, scal
                 ]
                 store(added, target, in_order=False)
 
+            add_rows(0, True)
+            # A loop whose length the compiler does not know: unrolled, it would keep the zeros that
+            # each product starts from in registers of their own, and spill.
+            pieces = _HALF // _PIECE + (0 if interpret else lanes.opaque_zero())
+
+            @pl.loop(1, pieces)
+            def _piece(piece):
+                add_rows(piece, False)
+
             plgpu.barrier_arrive(done.at[2 * me + turn])
 
         def consume(me, scores):
             plgpu.set_max_registers(232, action="increase")
-            for barrier in (k_free, qdo_free, done.at[2 * me], done.at[2 * me + 1]):
+            for barrier in (k_free.at[me], qdo_free, done.at[2 * me], done.at[2 * me + 1]):
                 plgpu.barrier_arrive(barrier)
 
             def one_group(i, before):
@@ -162,7 +176,6 @@ def _contributions(q, d_out, stats, rows, tiles, first, *, members, splits, scal
                     @pl.loop(0, length)
                     def _tile(tile):
                         turn = lax.rem(before + tile, 2)
-                        plgpu.barrier_wait(k_full)
                         scores(turn)
                         gradients(me, n, tile, turn, dq)
 
@@ -188,6 +201,8 @@ def _contributions(q, d_out, stats, rows, tiles, first, *, members, splits, scal
                     p = p * seen()
                 plgpu.barrier_wait(done.at[2 + turn])
                 p_smem[turn] = (p * spread(row_stat(1))).astype(bf16)
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(p_full)
                 plgpu.barrier_wait(e_full)
                 e = laid(ds_smem[turn], layout).astype(f32)
                 ds_smem[turn] = (p * e).astype(bf16)
@@ -205,7 +220,7 @@ def _contributions(q, d_out, stats, rows, tiles, first, *, members, splits, scal
                 plgpu.barrier_wait(done.at[turn])
                 ds_smem[turn] = e.astype(bf16)
                 plgpu.barrier_arrive(e_full)
-                plgpu.barrier_wait(ds_full)
+                plgpu.barrier_wait(p_full)
 
             consume(1, scores)
 
@@ -223,13 +238,18 @@ def _contributions(q, d_out, stats, rows, tiles, first, *, members, splits, scal
                 def _tile(tile):
                     if not interpret:
                         words = lanes.load_words(mine.at[pl.ds(tile * TILE, TILE)])
-                    plgpu.barrier_wait(k_free)
-                    if interpret:
-                        _gather_slowly(rows_ref, mine, tile * TILE, k_smem, words_smem)
-                        plgpu.commit_smem()
-                    else:
-                        lanes.gather(rows_ref, words, k_smem, words_smem)
-                    plgpu.barrier_arrive(k_full)
+                    for half in range(_CONSUMERS):
+                        plgpu.barrier_wait(k_free.at[half])
+                        part = k_smem.at[half]
+                        if interpret:
+                            _gather_slowly(rows_ref, mine, tile * TILE, half, part, words_smem)
+                            plgpu.commit_smem()
+                        else:
+                            lanes.start_gather(rows_ref, words, half, part, words_smem)
+                    for half in range(_CONSUMERS):
+                        if not interpret:
+                            lanes.end_gather(_CONSUMERS - 1 - half)
+                        plgpu.barrier_arrive(k_full.at[half])
 
                     @pl.when(tile == 0)
                     def _():
@@ -238,7 +258,8 @@ def _contributions(q, d_out, stats, rows, tiles, first, *, members, splits, scal
                         plgpu.copy_gmem_to_smem(do_ref.at[first + n], do_smem, qdo_full)
                         plgpu.copy_gmem_to_smem(stats_ref.at[first + n], stats_smem, qdo_full)
 
-            plgpu.barrier_wait(k_free)
+            for half in range(_CONSUMERS):
+                plgpu.barrier_wait(k_free.at[half])
             plgpu.barrier_wait(qdo_free)
 
     def tiled(*shape):
@@ -251,13 +272,16 @@ def _contributions(q, d_out, stats, rows, tiles, first, *, members, splits, scal
             jax.ShapeDtypeStruct((splits, lists, slots, DIM), bf16),
         ),
         scratch_types=(
-            [tiled(1, HEADS, DIM)] * 2 + [tiled(1, TILE, DIM)] + [tiled(2, HEADS, TILE)] * 2,
+            [tiled(1, HEADS, DIM)] * 2
+            + [tiled(1, _CONSUMERS, TILE, _HALF)]
+            + [tiled(2, HEADS, TILE)] * 2,
             plgpu.SMEM((4, HEADS), f32),
             plgpu.SMEM((TILE,), jnp.int32),
             plgpu.Barrier(num_arrivals=3),
             plgpu.Barrier(num_arrivals=_CONSUMERS),
+            plgpu.Barrier(num_barriers=_CONSUMERS),
+            plgpu.Barrier(num_barriers=_CONSUMERS),
             plgpu.Barrier(),
-            plgpu.Barrier(num_arrivals=_CONSUMERS),
             plgpu.Barrier(),
             plgpu.Barrier(),
             plgpu.Barrier(num_barriers=2 * _CONSUMERS),
@@ -271,13 +295,13 @@ def _contributions(q, d_out, stats, rows, tiles, first, *, members, splits, scal
     )(q, d_out, stats, rows, *tiles, first)
 
 
-def _gather_slowly(rows_ref, words_ref, start, buffer, words_smem):
-    """`lanes.gather` in terms that interpret mode knows."""
+def _gather_slowly(rows_ref, words_ref, start, half, buffer, words_smem):
+    """`lanes.start_gather` in terms that interpret mode knows."""
 
     @pl.loop(0, TILE)
     def _row(r):
         word = words_ref[start + r]
-        row = rows_ref[lax.shift_right_logical(word, MEMBER_BITS)]
+        row = rows_ref[lax.shift_right_logical(word, MEMBER_BITS), pl.ds(half * _HALF, _HALF)]
         there = (word & (2**MEMBER_BITS - 1)) != 0
         buffer[r] = jnp.where(there, row, jnp.zeros_like(row))
         words_smem[r] = word

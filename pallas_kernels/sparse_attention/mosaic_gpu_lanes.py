@@ -79,15 +79,17 @@ def load_words(words_ref):
     return load(words_ref)
 
 
-def gather(rows_ref, words, buffer, words_smem):
-    """Copies the rows of one tile into a tiled, swizzled buffer, and their words beside it.
+def start_gather(rows_ref, words, half: int, buffer, words_smem):
+    """Starts copying half the channels of a tile's rows into a tiled, swizzled buffer.
+
+    The copies of one call are one group, of which `end_gather` awaits.
 
     Args:
         rows_ref: bf16 `[R, 512]`, device memory.
         words: what `load_words` gave; `row << MEMBER_BITS | members`. Without members: zeros.
-        buffer: bf16 `[64, 512]` with `TRANSFORMS`, shared memory. Ready for matrix products, and
-            visible after a barrier that this warpgroup arrives at, when the function returns.
-        words_smem: i32 `[64]`, shared memory.
+        half: which 256 channels.
+        buffer: bf16 `[64, 256]` with `TRANSFORMS`, shared memory.
+        words_smem: i32 `[64]`, shared memory, where the words go.
     """
 
     @plgpu.inline_mgpu(
@@ -107,11 +109,12 @@ def gather(rows_ref, words, buffer, words_smem):
         memref.store(word, words_target, [arith.index_cast(ir.IndexType.get(), row)])
 
         source = llvm.ptrtoint(_i64(), utils.memref_ptr(rows))
-        source = arith.addi(source, arith.extui(_i64(), arith.shli(lane, _c(4))))
-        # Tile (r / 8, c / 64) of 1 KiB at 8 (r / 8) + c / 64; in it, row r % 8 has 128 bytes whose
+        offset = arith.addi(arith.shli(lane, _c(4)), _c(half * _ROW_BYTES // 2))
+        source = arith.addi(source, arith.extui(_i64(), offset))
+        # Tile (r / 8, c / 64) of 1 KiB at 4 (r / 8) + c / 64; in it, row r % 8 has 128 bytes whose
         # 16-byte chunks are permuted by an exclusive or with r % 8.
         base = llvm.ptrtoint(_i32(), utils.memref_ptr(target))
-        base = arith.addi(base, arith.shli(warp, _c(14)))
+        base = arith.addi(base, arith.shli(warp, _c(13)))
         base = arith.addi(base, arith.shli(arith.shrui(lane, _c(3)), _c(10)))
         chunk = arith.andi(lane, _c(7))
         swizzled = [arith.addi(base, arith.shli(arith.xori(chunk, _c(r)), _c(4))) for r in range(8)]
@@ -122,20 +125,31 @@ def gather(rows_ref, words, buffer, words_smem):
             # The hardware fills up with zeros what a copy is short of 16 bytes.
             size = arith.select(there, _c(16), _c(0))
             number = arith.extui(_i64(), arith.shrui(one, _c(MEMBER_BITS)))
-            address = arith.addi(source, arith.muli(number, _c(_ROW_BYTES, _i64())))
-            for half in range(2):
-                place = (r // 8) * 8192 + (r % 8) * 128 + half * 4096
-                utils.inline_ptx(
-                    "cp.async.cg.shared.global.L2::256B [$0], [$1], 16, $2;",
-                    arith.addi(swizzled[r % 8], _c(place)),
-                    arith.addi(address, _c(half * _ROW_BYTES // 2, _i64())),
-                    size,
-                    has_side_effects=True,
-                )
-        utils.inline_ptx("cp.async.wait_all;", has_side_effects=True)
-        utils.inline_ptx("fence.proxy.async.shared::cta;", has_side_effects=True)
+            utils.inline_ptx(
+                "cp.async.cg.shared.global.L2::256B [$0], [$1], 16, $2;",
+                arith.addi(swizzled[r % 8], _c((r // 8) * 4096 + (r % 8) * 128)),
+                arith.addi(source, arith.muli(number, _c(_ROW_BYTES, _i64()))),
+                size,
+                has_side_effects=True,
+            )
+        utils.inline_ptx("cp.async.commit_group;", has_side_effects=True)
 
     copy(rows_ref, words, buffer, words_smem)
+
+
+def end_gather(pending: int):
+    """Waits until at most `pending` groups of copies are under way.
+
+    The others are ready for matrix products after a barrier that this warpgroup arrives at.
+    """
+
+    @plgpu.inline_mgpu()
+    def wait(ctx):
+        del ctx
+        utils.inline_ptx(f"cp.async.wait_group {pending};", has_side_effects=True)
+        utils.inline_ptx("fence.proxy.async.shared::cta;", has_side_effects=True)
+
+    wait()
 
 
 def seen(words_smem, members: int):
