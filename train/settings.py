@@ -350,7 +350,7 @@ def read_section(kind: type, section: str, values: ConfigDict) -> Any:
             if isinstance(value, str):
                 names = tuple(name.strip() for name in value.split(","))
                 values[key] = names if len(names) > 1 else names[0]
-            if value is not None and key != "strict":
+            if value is not None and fields[key].default is None:
                 _check_implementation(key, values[key])
     for name, value in values.items():
         default = fields[name].default
