@@ -1,9 +1,10 @@
 """Gradients of the index scores of listed entries on Hopper.
 
-Of a score `sum_h w_h relu(x_h)`, x_h = q_h . k, with gradient g, three products make everything:
-x again, S_h = g w_h [x_h > 0] times the keys for dq, and S transposed, entry by entry, times the
-query's heads for dk. A warpgroup takes one query, as in the forward kernel; gradients of keys are
-added up in float32 in memory, in no fixed order, so their last bits vary from call to call.
+Of a score `sum_h w_h relu(x_h)`, x_h = q_h . k, with gradient g, products make everything: x again,
+S_h = g w_h [x_h > 0] times the keys for dq (two, of S in two pieces of bfloat16), and S transposed,
+entry by entry, times the query's heads for dk. A warpgroup takes one query, as in the forward
+kernel; gradients of keys are added up in float32 in memory, in no fixed order, so their last bits
+vary from call to call.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ def gathered_gradients(
         grid_names=("query", "batch"),
         scratch_types=dict(
             q_smem=plgpu.SMEM((HEADS, dim), jnp.bfloat16, transforms=transforms),
-            s_smem=plgpu.SMEM((TILE_KEYS, HEADS), jnp.bfloat16, transforms=transforms),
+            s_smem=plgpu.SMEM((2, TILE_KEYS, HEADS), jnp.bfloat16, transforms=transforms),
             keys_smem=plgpu.SMEM((stages, TILE_KEYS, dim), jnp.bfloat16, transforms=transforms),
             starts_smem=plgpu.SMEM((2 * stages, TILE_KEYS), jnp.int32),
             q_barrier=plgpu.Barrier(),
@@ -168,20 +169,28 @@ def _kernel(
 
         x = pl.run_scoped(again, plgpu.ACC(shape, jnp.float32))
         dw = dw + g * jnp.maximum(x, 0)
-        s_smem[...] = jnp.where(x > 0, g * lanes.along_columns(w, shape), 0.0).astype(jnp.bfloat16)
+        s = jnp.where(x > 0, g * lanes.along_columns(w, shape), 0.0)
+        rounded = s.astype(jnp.bfloat16)
+        s_smem[0] = rounded
+        s_smem[1] = (s - rounded.astype(jnp.float32)).astype(jnp.bfloat16)
         plgpu.commit_smem()
 
+        # In dq terms of one entry, or of like ones, may cancel, and what rounding took from each
+        # would not: it is added by a second product.
         if interpret:  # which knows accumulators only inside of the scope that makes them
-            dq = dq + jnp.dot(s_smem[...].T, keys[...], preferred_element_type=jnp.float32)
+            for part in range(2):
+                product = jnp.dot(s_smem[part].T, keys[...], preferred_element_type=jnp.float32)
+                dq = dq + product
         else:
 
             def to_queries(accumulator):
-                plgpu.wgmma(accumulator, s_smem.T, keys)
+                plgpu.wgmma(accumulator, s_smem.at[0].T, keys)
+                plgpu.wgmma(accumulator, s_smem.at[1].T, keys)
 
             dq = pl.run_state(to_queries)(plgpu.ACC.init(dq))
 
         def to_keys(accumulator):
-            plgpu.wgmma(accumulator, s_smem, q_smem)
+            plgpu.wgmma(accumulator, s_smem.at[0], q_smem)
             return accumulator[...]
 
         dk = pl.run_scoped(to_keys, plgpu.ACC((TILE_KEYS, dim), jnp.float32))

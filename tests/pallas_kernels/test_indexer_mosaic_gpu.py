@@ -103,6 +103,21 @@ def test_backward_kernel_in_interpret_mode():
 
 
 @interpreted
+def test_gradients_that_cancel():
+    """An entry listed 64 times, with gradients of which little is left in the sum."""
+    q, w, k = data(1, 8, 3)
+    indices = np.full((1, 1, 64), 1, np.int32)
+    g = np.random.default_rng(3).normal(size=indices.shape).astype(np.float32)
+    g -= 0.95 * g.mean()
+    run = functools.partial(gathered_gradients, interpret=INTERPRET)
+    dq = np.asarray(jax.jit(run)(q, w, k, indices, g)[0], np.float64)
+    positive = np.einsum("bthd,d->bth", np.asarray(q, np.float64), k[0, 1].astype(np.float64)) > 0
+    factors = g.astype(np.float64).sum() * w * positive
+    expected = factors[..., None] * k[0, 1].astype(np.float64)
+    assert np.linalg.norm(dq - expected) <= 2.0**-8 * np.linalg.norm(expected)
+
+
+@interpreted
 def test_backward_kernel_takes_fewer_entries_than_a_tile():
     shapes = shape(jnp.bfloat16, 1, 8, 32, 128), shape(jnp.float32, 1, 8, 32)
     keys, listed = shape(jnp.bfloat16, 1, 5, 128), shape(jnp.int32, 1, 8, 3)
