@@ -128,8 +128,14 @@ def empty(config: ModelConfig, weights: Weights, batch: int, tokens: int) -> Sta
     return State.create(config, weights, batch * pages, table)
 
 
-def filled(state: State, context: jax.Array) -> State:
-    """The sequences `context` (a scalar) tokens on, their caches full of random values."""
+def filled(
+    config: ModelConfig, batch: int, tokens: int, weights: Weights, context: jax.Array
+) -> State:
+    """As `empty`, but `context` (a scalar) tokens on and with caches full of random values.
+
+    Under `jax.jit` the empty rows never exist: there is not always room for both.
+    """
+    state = empty(config, weights, batch, tokens)
     cache, few = state.cache, 64
     length = jnp.full(state.positions.shape, context, jnp.int32)
 
@@ -270,6 +276,7 @@ class Compiled:
         self.model, self.batch, self.tokens = model, batch, tokens
         self.programs = Programs(model)
         made = functools.partial(random_weights, config)
+        fill = functools.partial(filled, config, batch, tokens)
         given = of((_NOISE,), jnp.bfloat16)
         weights = jax.eval_shape(made, given)
         state = jax.eval_shape(lambda w: empty(config, w, batch, tokens), weights)
@@ -281,7 +288,7 @@ class Compiled:
         arguments = jax.eval_shape(lambda: decoding(config, batch))
         lowered = {
             "random_weights": lambda: jax.jit(made).lower(given),
-            "filled": lambda: jax.jit(filled, donate_argnums=0).lower(state, count),
+            "filled": lambda: jax.jit(fill).lower(weights, count),
             "part": lambda: part.lower(state, count),
             "run": lambda: run(weights, state, *arguments),
             "encoder_chunk": lambda: self.programs.encoder_chunk.lower(weights, state, tail, *step),
@@ -304,8 +311,9 @@ class Compiled:
 
     def state(self, weights: Weights, context: int | None = None) -> State:
         """The sequences, empty or after `context` tokens."""
-        state = empty(self.model.config, weights, self.batch, self.tokens)
-        return state if context is None else self._filled(state, np.int32(context))
+        if context is None:
+            return empty(self.model.config, weights, self.batch, self.tokens)
+        return self._filled(weights, np.int32(context))
 
 
 def cache_bytes(config: ModelConfig, tokens: int) -> Measurement:

@@ -102,11 +102,19 @@ def _compile(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     return jax.jit(function).lower(*arguments).compile()
 
 
+def _one_line(reason: Exception) -> str:
+    return f"{type(reason).__name__}: {reason}".splitlines()[0]
+
+
 def _compile_variant(variant: measure.Variant, implementation: str | None) -> Any:
     try:
         return _compile(variant.function(implementation), variant.arguments)
     except NotImplementedError as reason:
         return reason
+    except Exception as reason:
+        if implementation is None:  # other people's code, which may not compile here
+            return NotImplementedError(_one_line(reason))
+        raise
 
 
 def _time(line: _Line, expected: Any, budget: float) -> dict[str, Any]:
@@ -117,7 +125,7 @@ def _time(line: _Line, expected: Any, budget: float) -> dict[str, Any]:
             error = measure.error(variant.convert(variant.start()), expected)
             spent = measure.seconds(variant.start, budget=budget, wait=variant.wait)
         except Exception as reason:  # other people's code, which may not run here
-            return {"declined": f"{type(reason).__name__}: {reason}".splitlines()[0]}
+            return {"declined": _one_line(reason)}
     else:
         function = line.compiled.result()
         if isinstance(function, NotImplementedError):

@@ -57,7 +57,7 @@ _ZIPF = np.floor(1024 * _EXPERTS / np.arange(1, _EXPERTS + 1) / 4.5).astype(int)
 _ZIPF[-2:] = 0
 _ZIPF[0] += 1024 * _EXPERTS - _ZIPF.sum()
 
-BENCHMARKS = {
+_PRODUCTS = {
     "G1": _G1,
     "G1_zipf": dataclasses.replace(_G1, sizes=tuple(map(int, _ZIPF))),
     "G4": dataclasses.replace(_G1, sizes=(16,) * _EXPERTS, rows=16 * _EXPERTS),
@@ -67,7 +67,9 @@ BENCHMARKS = {
     "published_down": Case(None, rows=4096 * 6, inner=2304, outer=5120, experts=384),
     "tiny": Case((20, 0, 9, 3), rows=40, inner=64, outer=128),
 }
-# "NAME_rows" and "NAME_weights" are its gradients.
+_PARTS = ("", "_rows", "_weights")
+# A product, and its gradients: of rows as "NAME_rows", of weights as "NAME_weights".
+BENCHMARKS = {name + part: case for name, case in _PRODUCTS.items() for part in _PARTS}
 
 
 def arguments(
@@ -85,10 +87,8 @@ def arguments(
 
 def _parts(name: str) -> tuple[Case, str]:
     """A benchmark's case and which product it is."""
-    for suffix in ("_rows", "_weights"):
-        if name.endswith(suffix):
-            return BENCHMARKS[name.removesuffix(suffix)], suffix
-    return BENCHMARKS[name], ""
+    part = next((part for part in _PARTS if part and name.endswith(part)), "")
+    return BENCHMARKS[name], part
 
 
 def operands(name: str) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:

@@ -30,6 +30,16 @@ def test_lines(tmp_path, capsys):
     assert "sinkhorn small" in capsys.readouterr().out
 
 
+def test_cases_are_named_on_the_command_line(tmp_path):
+    lines = tmp_path / "lines.json"
+    cases = [f"--case=tiny{part}" for part in ("", "_rows", "_weights")]
+    flags = ["--op=grouped_matmul", "--implementation=xla", "--budget=0.01", f"--json={lines}"]
+    assert bench.main([*flags, *cases]) == 0
+    rows = [json.loads(line) for line in lines.read_text().splitlines()]
+    ours = [row["case"] for row in rows if row["implementation"] == "xla"]
+    assert ours == ["tiny", "tiny_rows", "tiny_weights"]
+
+
 def test_rivals_that_do_not_run_are_said_to(monkeypatch, capsys, tmp_path):
     def absent(case):
         raise ImportError("No module named 'torch'")
@@ -38,7 +48,13 @@ def test_rivals_that_do_not_run_are_said_to(monkeypatch, capsys, tmp_path):
         def start():
             raise RuntimeError("needs a GPU")
 
-        return {"theirs": measure.Foreign(start, None, None, 0.0, 0.0, 0.0)}
+        def refused(x):
+            raise TypeError("of another version")
+
+        return {
+            "theirs": measure.Foreign(start, None, None, 0.0, 0.0, 0.0),
+            "old": measure.Variant(lambda _: refused, (jnp.ones(3),), 0.0, 0.0, 0.0),
+        }
 
     rivals = types.SimpleNamespace(RIVALS={"sinkhorn": broken, "topk": absent})
     monkeypatch.setitem(sys.modules, "outside", rivals)
@@ -48,7 +64,10 @@ def test_rivals_that_do_not_run_are_said_to(monkeypatch, capsys, tmp_path):
     assert "topk small, rivals: No module named 'torch'" in capsys.readouterr().out
     rows = [json.loads(line) for line in lines.read_text().splitlines()]
     declined = {row["variant"]: row["declined"] for row in rows if "declined" in row}
-    assert declined == {"theirs": "RuntimeError: needs a GPU"}
+    assert declined == {
+        "theirs": "RuntimeError: needs a GPU",
+        "old": "TypeError: of another version",
+    }
 
 
 def test_side_by_side(tmp_path):
