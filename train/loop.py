@@ -297,7 +297,10 @@ class _Run:
             plan.models[index], plan.optimizer, plan.stages[index].settings
         )
         with self.checks.tracing() if check else contextlib.nullcontext():
-            update = step_lib.compile_train_step(update, plan.abstract, batch, plan.mesh)
+            options = None
+            if self.settings.profile_steps:
+                options = profile.COMPILER_OPTIONS.get(step_lib.platform(plan.mesh))
+            update = step_lib.compile_train_step(update, plan.abstract, batch, plan.mesh, options)
         self.reporter.line(f"compiled in {time.perf_counter() - started:.1f} s")
         self.ledger.restart_clock()
         return update

@@ -7,8 +7,10 @@
 The first command leaves DIR/profile: the profiler's trace (also for TensorBoard or Perfetto), and
 the text of the compiled step, which says where in the model each operation comes from. The second
 prints a table in Markdown, in milliseconds a step: forward, computed again for gradients, backward.
-What is fused with something else counts as where the fusion ends. On a CPU, operations run side by
-side, and the sum is of all threads. Exit status: 0, or 2 where there is no such trace.
+What is fused with something else counts as where the fusion ends. On a GPU the step of a run with
+`profile_steps` starts its kernels one by one, not as CUDA graphs, which takes the host far longer;
+each kernel takes as long. On a CPU, operations run side by side, and the sum is of all threads.
+Exit status: 0, or 2 where there is no such trace.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ from v41flash.errors import InputError
 
 FOLDER, PROGRAM = "profile", "step.hlo.txt"
 PASSES = ("forward", "again", "backward")
+# A CUDA graph has one entry in the trace for all that it holds.
+COMPILER_OPTIONS = {"gpu": {"xla_gpu_enable_command_buffer": ""}}
 # Of a path in the model, the first of these that it has names the component.
 _COMPONENTS = (
     ("engram", "Engram"),

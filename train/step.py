@@ -103,6 +103,12 @@ def parameter_init(model: ced.CED, mesh: Mesh) -> Any:
     return lambda key: nn.unbox(model.init(key, **inputs))["params"]
 
 
+# On a GPU, XLA lets a kernel write straight into the array that a loop over layers collects its
+# results in; where the result has other uses too, as that of attention has, it runs the kernel
+# twice.
+PLATFORM_OPTIONS = {"gpu": {"xla_gpu_enable_dynamic_slice_fusion": False}}
+
+
 def init_options() -> dict[str, Any] | None:
     """Compiler options for the initialisation.
 
@@ -457,13 +463,19 @@ def compile_train_step(
         abstract: from `abstract_state`.
         batch: a batch on the device, or abstract arrays with shardings.
         mesh: of both.
-        compiler_options: of XLA.
+        compiler_options: of XLA, beside those that the platform needs.
 
     Returns:
         The compiled executable; call it as `step`.
     """
     jitted = jit_train_step(step, abstract, batch, mesh)
-    return jitted.lower(abstract, dict(batch)).compile(compiler_options)
+    options = {**PLATFORM_OPTIONS.get(platform(mesh), {}), **(compiler_options or {})}
+    return jitted.lower(abstract, dict(batch)).compile(options or None)
+
+
+def platform(mesh: Mesh) -> str:
+    """Kind of a mesh's devices: "cpu", "gpu" or "tpu"."""
+    return mesh.devices.flat[0].platform
 
 
 def optimizer_milliseconds(

@@ -92,8 +92,9 @@ def gathered_gradients(
             _kernel, heads=heads, stages=stages, entries=k.shape[1], interpret=interpret is not None
         ),
         out_type=outputs,
-        grid=(queries, batch),
-        grid_names=("query", "batch"),
+        # The last axis alone may have more than 65,535 blocks.
+        grid=(batch, queries),
+        grid_names=("batch", "query"),
         scratch_types=dict(
             q_smem=plgpu.SMEM((HEADS, dim), jnp.bfloat16, transforms=transforms),
             s_smem=plgpu.SMEM((2, TILE_KEYS, HEADS), jnp.bfloat16, transforms=transforms),

@@ -152,8 +152,9 @@ def _scores(q, w, k, lo, hi, scales, *, full, maxima, fill, config, interpret):
     kernel = plgpu.kernel(
         body,
         out_type=out_type,
-        grid=(groups, batch),
-        grid_names=("group", "batch"),
+        # The last axis alone may have more than 65,535 blocks.
+        grid=(batch, groups),
+        grid_names=("batch", "group"),
         num_threads=CONSUMERS + 1,
         thread_name="wg",
         scratch_types=dict(

@@ -130,8 +130,9 @@ def _scores(q, w, k, starts, lo, hi, scales, *, size, absent, config, interpret)
             interpret=interpret is not None,
         ),
         out_type=jax.ShapeDtypeStruct((batch, queries, tiles * TILE_KEYS), jnp.float32),
-        grid=(-(-tiles // share), queries, batch),
-        grid_names=("share", "query", "batch"),
+        # The last axis alone may have more than 65,535 blocks.
+        grid=(batch, -(-tiles // share), queries),
+        grid_names=("batch", "share", "query"),
         scratch_types=dict(
             q_smem=plgpu.SMEM((heads, dim), q.dtype, transforms=transforms),
             keys_smem=keys_smem,

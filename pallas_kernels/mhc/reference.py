@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import split_products
 from pallas_kernels.rms_norm import rms_norm
 
 
@@ -103,14 +104,9 @@ def coefficients(
     if sinkhorn_iters < 1:
         raise ValueError(f"mhc: sinkhorn_iters is {sinkhorn_iters}; must be at least 1")
     *lead, n, d = streams.shape
-    z_TxC = streams.reshape(-1, n * d).astype(jnp.float32)
-    mixes_KxT = lax.dot_general(
-        fn.astype(jnp.float32),
-        z_TxC,
-        (((1,), (1,)), ((), ())),
-        precision=lax.Precision.HIGHEST,
-        preferred_element_type=jnp.float32,
-    )
+    rows = streams.reshape(-1, n * d)
+    mixes_KxT = split_products.einsum("tc,kc->kt", rows, fn)
+    z_TxC = rows.astype(jnp.float32)
     mixes_KxT = mixes_KxT * lax.rsqrt(jnp.mean(z_TxC * z_TxC, axis=-1) + norm_eps)
     pre, post, comb = coefficients_from_projection(
         mixes_KxT, base, scale, sinkhorn_iters=sinkhorn_iters, eps=eps, balance=balance

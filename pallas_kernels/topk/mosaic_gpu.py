@@ -261,8 +261,9 @@ def _round(plan, scores, payload, lengths, interpret):
             jax.ShapeDtypeStruct(shape, dtype)
             for dtype in (jnp.int32, jnp.float32)[: 1 + plan.scored]
         ),
-        grid=(-(-plan.rows // plan.warpgroups), plan.segments),
-        grid_names=("block", "segment"),
+        # The last axis alone may have more than 65,535 blocks.
+        grid=(plan.segments, -(-plan.rows // plan.warpgroups)),
+        grid_names=("segment", "block"),
         num_threads=threads if several else None,
         scratch_types=[
             shared(2, plan.capacity),

@@ -74,10 +74,10 @@ def scores_case(rng, heads, queries, entries, kind):
     return error < 1e-5 and same and hidden, f"error {error:.1e}, again equal {same}"
 
 
-def listed_case(rng, heads, entries, listed, kind):
+def listed_case(rng, heads, entries, listed, kind, queries=9):
     """Scores of listed entries and their gradients: duplicates, -1, out of range, an empty row."""
-    q, w, k = data(rng, 1, 9, heads, entries)
-    indices = rng.integers(-2, entries + 2, size=(1, 9, listed)).astype(np.int32)
+    q, w, k = data(rng, 1, queries, heads, entries)
+    indices = rng.integers(-2, entries + 2, size=(1, queries, listed)).astype(np.int32)
     indices[0, 3] = -1
     indices[0, 4] = indices[0, 4, 0]
     valid = (indices >= 0) & (indices < entries)
@@ -158,6 +158,9 @@ def cases(rng):
         for kind in ("bfloat16", "packed"):
             name = f"scores_at, {heads} heads, {listed} of {entries} entries, {kind}"
             yield name, functools.partial(listed_case, rng, heads, entries, listed, kind)
+    # More than a grid has along the axes that are not its last.
+    many = functools.partial(listed_case, rng, 8, 100, 64, "bfloat16", queries=66_000)
+    yield "scores_at, 66000 queries", many
     for name, *arguments_of in [
         ("documents, ratio 2", ((150, 3, 90), (261,)), 20, None, 2, False, False),
         ("pool of aligned blocks, FP8", ((160, 8, 90), (261,)), 20, (7, 8), 1, False, True),

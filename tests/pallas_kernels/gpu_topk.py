@@ -42,6 +42,7 @@ CASES = (
     (1, 2**20, 512, "normal", {}),
     (1, 2**20, 512, "sample deceives", {"order": "score"}),
     (3, 2**21, 4096, "normal", {}),
+    (70000, 200, 64, "normal", {}),
     (150, 40000, 4096, "few values", {}),
     (150, 1000, 1, "normal", {}),
     (5, 130, 100, "few values", {"order": "score"}),

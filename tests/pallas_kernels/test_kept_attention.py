@@ -9,6 +9,7 @@ import pytest
 from jax.interpreters import partial_eval
 
 from pallas_kernels.sparse_attention import RESULT, mosaic_gpu
+from train.step import PLATFORM_OPTIONS
 
 pytestmark = pytest.mark.skipif(
     jax.__version_info__ < (0, 11), reason="the kernels are for jax 0.11 and later"
@@ -25,6 +26,32 @@ def kernels(jaxpr) -> Iterator[str]:
             inner = getattr(value, "jaxpr", value)
             if hasattr(inner, "eqns"):
                 yield from kernels(inner)
+
+
+def test_a_loop_of_layers_attends_once(recent_hopper):
+    """XLA would fuse the kernel with storing its result, and run it once more for its other use."""
+    shape = jax.ShapeDtypeStruct
+    q, rows = shape((1, 128, 16, 512), jnp.bfloat16), shape((1, 128, 512), jnp.bfloat16)
+    lo, indices = shape((1, 128), jnp.int32), shape((1, 128, 64), jnp.int32)
+    sinks = shape((3, 16), jnp.float32)
+    policy = jax.checkpoint_policies.save_only_these_names(RESULT)
+
+    def loss(q, rows, lo, indices, sinks):
+        @functools.partial(jax.checkpoint, policy=policy, prevent_cse=False)
+        def layer(q, sink):
+            arguments = 2 * q, rows, lo, lo + 1, rows, indices, sink
+            out, _ = mosaic_gpu._attention(*arguments, 128, 0.04)
+            return out * jnp.tanh(out), None
+
+        return jnp.sum(jax.lax.scan(layer, q, sinks)[0].astype(jnp.float32))
+
+    step = jax.value_and_grad(loss, argnums=(0, 1, 4))
+    program = recent_hopper.compile(
+        step, q, rows, lo, indices, sinks, compiler_options=PLATFORM_OPTIONS["gpu"]
+    )
+    lines = program.as_text().splitlines()
+    calls = [line for line in lines if "custom-call(" in line and "/sparse_attention/" in line]
+    assert len(calls) == 1
 
 
 @pytest.mark.parametrize("kept, times", [((), 2), ((RESULT,), 1)])

@@ -12,6 +12,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import split_products
 from v41flash.config import LayerGroup, ModelConfig
 from v41flash.config_checks import DOCUMENT_ALIGNMENT as ALIGNMENT
 from v41flash.image_rows import TEXT
@@ -20,7 +21,6 @@ from v41flash.nn import ops
 from v41flash.nn.block import RECORDS, LayerAux, Unit
 from v41flash.nn.context import make_context
 from v41flash.nn.engram import prefetch
-from v41flash.nn.linear import contract
 from v41flash.nn.lookup import embed as look_up_tokens
 from v41flash.nn.mhc import Residual
 from v41flash.nn.vision import ImageBatch, Images
@@ -178,7 +178,7 @@ class CED(nn.Module):
 
 def logits(params: Any, hidden: jax.Array) -> jax.Array:
     """float32 logits [..., V] of hidden states [..., d]: the head runs in float32."""
-    return contract("...d,dv->...v", hidden.astype(jnp.float32), params["head"])
+    return split_products.einsum("...d,dv->...v", hidden, params["head"])
 
 
 def _pad_rows(x: jax.Array | None) -> jax.Array | None:

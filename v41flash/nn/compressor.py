@@ -6,6 +6,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import split_products
 from pallas_kernels.rms_norm import rms_norm
 from v41flash.config import ModelConfig
 from v41flash.nn.linear import contract
@@ -45,8 +46,10 @@ class Compressor(nn.Module):
         if self.ratio == 1:
             return contract("btd,dk->btk", x_BxTxd, self.wkv), None
         # The published run promotes the compressor to float32 where it pools.
-        x32 = x_BxTxd.astype(jnp.float32)
-        return contract("btd,dk->btk", x32, self.wkv), contract("btd,dk->btk", x32, self.wgate)
+        kv, gate = (
+            split_products.einsum("btd,dk->btk", x_BxTxd, w) for w in (self.wkv, self.wgate)
+        )
+        return kv, gate
 
     def pool(self, kv_BxGxmxD: jax.Array, score_BxGxmxD: jax.Array | None) -> jax.Array:
         """Latents [B, G, D] of complete groups in `config.dtype`, not yet rotated."""

@@ -107,14 +107,20 @@ def _turn(
     held: tuple,
 ) -> jax.Array:
     """What the assignments of one turn add to the result, float32 [N, d]."""
-    k = plan.chosen.shape[1]
+    count, k = plan.chosen.shape
     slot, used = exchange.slots(plan.queue, turn, static.room)
     assignment = plan.order.at[slot].get(mode="fill", fill_value=0)
-    rows = x[assignment // k]
+    owner = plan.chosen // static.experts
+    place = plan.rank - plan.queue.first[owner] - turn * static.room
+    here = (place >= 0) & (place < static.room)
+    places = _Places(
+        token=jnp.where(used, assignment // k, count).reshape(-1),
+        slot=jnp.where(here, owner * static.room + place, used.size),
+    )
+    rows = _spread(x, places).reshape(*used.shape, -1)
     weight = weights.reshape(-1)[assignment]
     expert = plan.chosen.reshape(-1)[assignment]
     if static.devices > 1:
-        rows = jnp.where(used[..., None], rows, 0)
         expert = jnp.where(used, expert % static.experts, static.experts)
         rows, weight, expert = (exchange.swap(part, static.axes) for part in (rows, weight, expert))
     rows, weight, expert = rows.reshape(-1, rows.shape[-1]), weight.reshape(-1), expert.reshape(-1)
@@ -128,12 +134,50 @@ def _turn(
         done = static.products(rows[order], weight[order], held, sizes)[place]
         done = exchange.swap(done.reshape(static.devices, static.room, -1), static.axes)
         done = done.reshape(-1, done.shape[-1])
-    owner = plan.chosen // static.experts
-    place = plan.rank - plan.queue.first[owner] - turn * static.room
-    here = (place >= 0) & (place < static.room)
-    place = jnp.where(here, owner * static.room + place, done.shape[0])
-    back = done.at[place].get(mode="fill", fill_value=0)
-    return jnp.sum(back.astype(jnp.float32), axis=1)
+    return _collect(done, places)
+
+
+class _Places(NamedTuple):
+    """Which token each slot of a turn takes, and where each token's assignments went.
+
+    Attributes:
+        token: int32 [S], N for an empty slot.
+        slot: int32 [N, k], S where an assignment goes in another turn.
+    """
+
+    token: jax.Array
+    slot: jax.Array
+
+
+# The two are each other's transposes. Left to autodiff those would be sums over scattered rows,
+# which a GPU makes by atomic additions: ten times slower, and in an order of their own every time.
+@jax.custom_vjp
+def _spread(x: jax.Array, places: _Places) -> jax.Array:
+    """[S, d]: each slot's token of x [N, d], 0 in empty slots."""
+    return x.at[places.token].get(mode="fill", fill_value=0)
+
+
+@jax.custom_vjp
+def _collect(rows: jax.Array, places: _Places) -> jax.Array:
+    """float32 [N, d]: the sum of each token's rows of [S, d]."""
+    found = rows.at[places.slot].get(mode="fill", fill_value=0)
+    return jnp.sum(found.astype(jnp.float32), axis=1)
+
+
+def _spread_backward(residuals: tuple, grad: jax.Array) -> tuple[jax.Array, None]:
+    (places,) = residuals
+    return _collect(grad, places).astype(grad.dtype), None
+
+
+def _collect_backward(residuals: tuple, grad: jax.Array) -> tuple[jax.Array, None]:
+    places, like = residuals
+    return _spread(grad, places).astype(like.dtype), None
+
+
+_spread.defvjp(lambda x, places: (_spread(x, places), (places,)), _spread_backward)
+_collect.defvjp(
+    lambda rows, places: (_collect(rows, places), (places, rows[:0])), _collect_backward
+)
 
 
 def _turns(

@@ -16,7 +16,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import grouped_matmul
+from pallas_kernels import grouped_matmul, split_products
 from v41flash import exchange, layout
 from v41flash.config import ModelConfig
 from v41flash.kernels import Kernels
@@ -56,7 +56,7 @@ class Router(nn.Module):
         weight = self.param(
             "weight", partitioned(normal, ("embed", None)), (cfg.hidden_size, experts), jnp.float32
         )
-        logits = contract("btd,de->bte", x_BxTxd.astype(jnp.float32), weight) / cfg.gate_temp
+        logits = split_products.einsum("btd,de->bte", x_BxTxd, weight) / cfg.gate_temp
         scores = _affinities(logits)
         bias = jax.lax.stop_gradient(self.param("bias", zeros, (experts,), jnp.float32))
         is_image = context.is_image

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import split_products
 from v41flash.cache import WindowCache
 from v41flash.config import ModelConfig
 from v41flash.image_rows import TEXT
@@ -26,7 +27,6 @@ from v41flash.nn.block import Block, Carry
 from v41flash.nn.context import Context, Ranges, rope_frequencies
 from v41flash.nn.csa2 import SharedKV
 from v41flash.nn.dspark import DSpark, target_hidden
-from v41flash.nn.linear import contract
 from v41flash.nn.memory import Memory
 from v41flash.nn.mhc import Residual
 from v41flash.nn.vision import ImageBatch, Images
@@ -146,7 +146,7 @@ def image_rows(model: Model, weights: Weights, tokens: jax.Array, batch: ImageBa
 
 def logits(weights: Weights, hidden: jax.Array) -> jax.Array:
     """float32 logits [..., V] of hidden states [..., d]: the head runs in float32."""
-    return contract("...d,dv->...v", hidden.astype(jnp.float32), weights.head)
+    return split_products.einsum("...d,dv->...v", hidden, weights.head)
 
 
 def all_layers(
