@@ -60,6 +60,16 @@ def _parse(argv: list[str] | None, cases: Mapping[str, ModuleType]) -> argparse.
     for case in chosen.case:
         if case not in known:
             parser.error(f"--case {case}: {', '.join(chosen.op)} have {', '.join(known)}")
+    packages = [importlib.import_module(f"pallas_kernels.{op}") for op in chosen.op]
+    known = sorted({name for package in packages for name in package.IMPLEMENTATIONS})
+    for name in chosen.implementation or ():
+        if name not in known:
+            parser.error(f"--implementation {name}: there are {', '.join(known)}")
+    if chosen.rivals:
+        try:
+            chosen.rivals = importlib.import_module(chosen.rivals)
+        except ModuleNotFoundError as reason:
+            parser.error(f"--rivals {chosen.rivals}: {reason}")
     return chosen
 
 
@@ -150,8 +160,8 @@ def _plan(
     pool: concurrent.futures.Executor,
 ) -> list[_Case]:
     """The lines of every case; all are compiled at the same time."""
-    outside = importlib.import_module(chosen.rivals).RIVALS if chosen.rivals else {}
-    plan = []
+    outside = chosen.rivals.RIVALS if chosen.rivals else {}
+    plan, seen = [], set()
     for op in chosen.op:
         package = importlib.import_module(f"pallas_kernels.{op}")
         for case in chosen.case:
@@ -159,11 +169,13 @@ def _plan(
                 continue
             bench = cases[op].benchmark(case)
             own = [name for name in bench.variants if name in (chosen.variant or [name])]
+            seen.update(own)
             rivals = {**bench.rivals, **_outside(outside, op, case)}
             todo = [
                 (name, implementation, bench.variants[name])
                 for name in own
-                for implementation in chosen.implementation or package.IMPLEMENTATIONS
+                for implementation in package.IMPLEMENTATIONS
+                if implementation in (chosen.implementation or package.IMPLEMENTATIONS)
             ] + [(name, None, rival) for name, rival in rivals.items()]
             lines = []
             for name, implementation, variant in todo:
@@ -180,6 +192,9 @@ def _plan(
                 arguments = next(iter(bench.variants.values())).arguments
                 reference = pool.submit(_compile, bench.reference, arguments)
                 plan.append(_Case(reference, arguments, lines))
+    for name in chosen.variant or ():
+        if name not in seen:
+            print(f"--variant {name}: no case here has it", file=sys.stderr)
     return plan
 
 

@@ -23,6 +23,10 @@ Implementation = None | str | Sequence[str]
 _logger = logging.getLogger("pallas_kernels")
 
 
+class Declined(NotImplementedError):
+    """The one implementation that came into question does not take the arguments."""
+
+
 @functools.cache
 def _log_once(op: str, name: str) -> None:
     _logger.info("%s: running the %r implementation", op, name)
@@ -42,6 +46,25 @@ def recorded() -> Iterator[dict[str, dict[str, set[str]]]]:
         yield _heard.get()
     finally:
         _heard.reset(token)
+
+
+def summary(heard: Mapping[str, Mapping[str, set[str]]]) -> str:
+    """What `recorded` heard, in one line: "mosaic_gpu: topk, ...; xla: fp4.pack, ..."."""
+    ops: dict[str, list[str]] = {}
+    for op, names in sorted(heard.items()):
+        for name in names:
+            ops.setdefault(name, []).append(op)
+    return "; ".join(f"{name}: {', '.join(found)}" for name, found in sorted(ops.items()))
+
+
+def note(op: str, name: str, declined: Sequence[NotImplementedError] = ()) -> None:
+    """Logs, once, and records which implementation of an op runs, and why others do not."""
+    _log_once(op, name)
+    heard = _heard.get()
+    if heard is not None:
+        heard.setdefault(op, {}).setdefault(name, set()).update(
+            " ".join(str(error).split()) for error in declined
+        )
 
 
 def dispatch(
@@ -66,7 +89,7 @@ def dispatch(
 
     Raises:
         ValueError: no requested name exists.
-        NotImplementedError: the one implementation that comes into question declines.
+        Declined: the one implementation that comes into question does.
         ExceptionGroup: every candidate of a sequence declines.
     """
     if requested is None:
@@ -90,15 +113,10 @@ def dispatch(
                 result = checks.run(watching, op, name, implementations, args, kwargs)
         except NotImplementedError as error:
             if len(names) == 1:
-                raise
+                raise Declined(f"{op}: {name} was asked for and declines: {error}") from error
             error.add_note(f"{op}: implementation {name!r}")
             declined.append(error)
             continue
-        _log_once(op, name)
-        heard = _heard.get()
-        if heard is not None:
-            heard.setdefault(op, {}).setdefault(name, set()).update(
-                " ".join(str(error).split()) for error in declined
-            )
+        note(op, name, declined)
         return result
     raise ExceptionGroup(f"{op}: no implementation accepts these arguments", declined)

@@ -3,6 +3,8 @@
 GPUs multiply float32 on their ordinary units, at a twentieth of the rate of bfloat16 on tensor
 cores. A float32 number is the sum of three bfloat16 ones, and products of two bfloat16 numbers are
 exact in float32: three bfloat16 products, added up in float32, give what one float32 product gives.
+That holds for numbers between 2^-100 and 2^127; below, low parts vanish, and what is infinite comes
+out as NaN.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.chunking import platform
+from pallas_kernels.chunking import devices, platform
 
 # Rows of x below which reading the weights takes longer than multiplying, in parts three times as
 # long: a decoding step of one sequence took 11.8 ms with all products split, 9.8 with none (H200,
@@ -33,8 +35,8 @@ def einsum(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
         w: bfloat16 or float32.
 
     Returns:
-        float32. Gradients have the dtypes of x and w; before they are rounded to them they are
-        exact to float32, and that of a bfloat16 x on a GPU to 2^-16.
+        float32. Gradients, in reverse mode, have the dtypes of x and w; before they are rounded to
+        them they are exact to float32, and that of a bfloat16 x on a GPU to 2^-16.
     """
     ours, theirs = spec.split("->")[0].split(",")
     inner = math.prod(size for axis, size in zip(theirs, w.shape, strict=True) if axis in ours)
@@ -63,18 +65,21 @@ def _sum(spec: str, *pairs: tuple[jax.Array, jax.Array]) -> jax.Array:
     """The sum of the pairs' products.
 
     Where the result is larger than their left operands, it is written once, the pairs being one
-    more axis to sum over. Otherwise it is written for each pair, and a left operand that all have
-    in common is read once.
+    more axis to sum over; so it is where the compiler spreads the product over devices, which
+    exchange it. Otherwise it is written for each pair, and a left operand that all have in common
+    is read once.
     """
     left, right = zip(*pairs, strict=True)
     operands, out = spec.split("->")
     ours, theirs = operands.split(",")
     sizes = dict(zip(ours + theirs, left[0].shape + right[0].shape, strict=True))
     product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
-    if math.prod(sizes[axis] for axis in out) > left[0].size:
-        return product(f"p{ours},p{theirs}->{out}", jnp.stack(left), jnp.stack(right))
+    larger = math.prod(sizes[axis] for axis in out) > left[0].size
+    # No letter of a caller, nor of an ellipsis as short as they are.
+    if larger or devices() > 1:
+        return product(f"Z{ours},Z{theirs}->{out}", jnp.stack(left), jnp.stack(right))
     if all(one is left[0] for one in left):
-        return product(f"{ours},p{theirs}->p{out}", left[0], jnp.stack(right)).sum(axis=0)
+        return product(f"{ours},Z{theirs}->Z{out}", left[0], jnp.stack(right)).sum(axis=0)
     return functools.reduce(jnp.add, [product(spec, *pair) for pair in reversed(pairs)])
 
 

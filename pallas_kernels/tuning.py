@@ -31,6 +31,11 @@ def _read(path: pathlib.Path) -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
+def device_kind() -> str:
+    """Of the default device, as tables name it."""
+    return jax.devices()[0].device_kind
+
+
 @dataclasses.dataclass(frozen=True)
 class Table(Generic[Config]):
     """The configurations of one op.
@@ -53,7 +58,7 @@ class Table(Generic[Config]):
         Raises:
             TypeError: the file has a field that the configuration lacks.
         """
-        fields = _read(self.path).get(jax.devices()[0].device_kind, {}).get(shape_class)
+        fields = _read(self.path).get(device_kind(), {}).get(shape_class)
         return default if fields is None else self.config(**fields)
 
     def record(self, device_kind: str, shape_class: str, config: Config) -> None:
@@ -128,5 +133,5 @@ def tune(
         if spent < shortest:
             shortest, best = spent, config
     if best is not None:
-        work.table.record(jax.devices()[0].device_kind, work.shape_class, best)
+        work.table.record(device_kind(), work.shape_class, best)
     return best

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
+from pallas_kernels import dispatch
 from pallas_kernels.checks import Checks, KernelMismatch
 from train import closing, probes, profile, recovery, runinfo
 from train import flops as flops_lib
@@ -296,11 +297,14 @@ class _Run:
         update = step_lib.make_train_step(
             plan.models[index], plan.optimizer, plan.stages[index].settings
         )
-        with self.checks.tracing() if check else contextlib.nullcontext():
-            options = None
-            if self.settings.profile_steps:
-                options = profile.COMPILER_OPTIONS.get(step_lib.platform(plan.mesh))
+        options = None
+        if self.settings.profile_steps:
+            options = profile.PLATFORM_OPTIONS.get(step_lib.platform(plan.mesh))
+        watched = self.checks.tracing() if check else contextlib.nullcontext()
+        with watched, dispatch.recorded() as heard:
             update = step_lib.compile_train_step(update, plan.abstract, batch, plan.mesh, options)
+        if heard:
+            self.reporter.line(f"kernels: {dispatch.summary(heard)}")
         self.reporter.line(f"compiled in {time.perf_counter() - started:.1f} s")
         self.ledger.restart_clock()
         return update

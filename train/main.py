@@ -31,6 +31,7 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from pallas_kernels.checks import KernelMismatch
+from pallas_kernels.dispatch import Declined
 from train import loop
 from train.ledger import TrainingDiverged
 from train.metrics import ReportError
@@ -210,7 +211,7 @@ def main(
     except (KernelMismatch, TrainingDiverged, ReportError, SaveError) as error:
         print(f"training failed: {_one_line(error)}", file=sys.stderr)
         return 1
-    except InputError as error:
+    except (InputError, Declined) as error:
         print(f"error: {_one_line(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

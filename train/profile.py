@@ -31,7 +31,7 @@ from v41flash.errors import InputError
 FOLDER, PROGRAM = "profile", "step.hlo.txt"
 PASSES = ("forward", "again", "backward")
 # A CUDA graph has one entry in the trace for all that it holds.
-COMPILER_OPTIONS = {"gpu": {"xla_gpu_enable_command_buffer": ""}}
+PLATFORM_OPTIONS = {"gpu": {"xla_gpu_enable_command_buffer": ""}}
 # Of a path in the model, the first of these that it has names the component.
 _COMPONENTS = (
     ("engram", "Engram"),

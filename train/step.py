@@ -463,7 +463,7 @@ def compile_train_step(
         abstract: from `abstract_state`.
         batch: a batch on the device, or abstract arrays with shardings.
         mesh: of both.
-        compiler_options: of XLA, beside those that the platform needs.
+        compiler_options: of XLA; they come before those that the platform needs.
 
     Returns:
         The compiled executable; call it as `step`.

@@ -85,15 +85,14 @@ def arguments(
     return x.astype(dtype), w.astype(dtype), np.asarray(sizes, np.int32)
 
 
-def _parts(name: str) -> tuple[Case, str]:
-    """A benchmark's case and which product it is."""
-    part = next((part for part in _PARTS if part and name.endswith(part)), "")
-    return BENCHMARKS[name], part
+def _part(name: str) -> str:
+    """Which of `_PARTS` a benchmark is."""
+    return next((part for part in _PARTS if part and name.endswith(part)), "")
 
 
 def operands(name: str) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """(x, w, group sizes, gradient of the result) of a benchmark, bfloat16, on the device."""
-    case, _ = _parts(name)
+    case = BENCHMARKS[name]
     sizes = case.sizes
     if sizes is None:
         rng = np.random.default_rng(0)
@@ -108,7 +107,7 @@ def operands(name: str) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
 
 def product(name: str) -> Callable[..., jax.Array]:
     """A benchmark's function of `operands` and, by keyword, an implementation."""
-    _, part = _parts(name)
+    part = _part(name)
 
     def run(x, w, sizes, grad, implementation):
         function = functools.partial(grouped_matmul, implementation=implementation)
@@ -122,7 +121,7 @@ def product(name: str) -> Callable[..., jax.Array]:
 
 def benchmark(name: str) -> Benchmark:
     """One product, or one of its gradients; bytes: every operand once."""
-    case, _ = _parts(name)
+    case = BENCHMARKS[name]
     arguments = operands(name)
     x, w, _, grad = arguments
     run = product(name)
@@ -137,12 +136,12 @@ def benchmark(name: str) -> Benchmark:
                 tolerance=0.02,
             )
         },
-        rivals={"lax.ragged_dot": _ragged_dot(name, arguments)} if not _parts(name)[1] else {},
+        rivals={"lax.ragged_dot": _ragged_dot(name, arguments)} if not _part(name) else {},
     )
 
 
 def _ragged_dot(name: str, arguments: tuple[jax.Array, ...]) -> Variant:
-    case, _ = _parts(name)
+    case = BENCHMARKS[name]
     return Variant(
         lambda _: lambda x, w, sizes, grad: jax.lax.ragged_dot(x, w, sizes),
         arguments,
@@ -154,7 +153,7 @@ def _ragged_dot(name: str, arguments: tuple[jax.Array, ...]) -> Variant:
 
 def tuning(name: str) -> Tuning:
     """Stages for one benchmark."""
-    _, part = _parts(name)
+    part = _part(name)
     key = "weights" if part == "_weights" else "rows"
     transposed = part == "_rows"
 

@@ -102,7 +102,6 @@ def rows_by_weights(
     Returns:
         bfloat16[M, N]; rows beyond the groups are 0.
     """
-
     config = config or tile.TABLE.lookup("rows", tile.TuningConfig())
     static = dict(transposed=transposed, config=config, interpret=interpret)
 
@@ -167,14 +166,13 @@ def _kernel(
     x_ref,
     w_ref,
     out_ref,
-    *refs,
+    *,
     columns,
     config,
     transposed,
     interpret,
     **memory,
 ):
-    del refs
     pipeline = tile.Pipeline(**memory, config=config, interpret=interpret)
     inner, outer = x_ref.shape[1], out_ref.shape[1]
     across = outer // columns

@@ -226,10 +226,13 @@ class Pipeline:
     def store_whole(self, value: jax.Array, target: Any, half: jax.Array) -> None:
         """Writes float32[64, columns] to global memory, piece by piece."""
         piece = self.out.shape[-1]
-        for number in range(value.shape[1] // piece):
+        pieces = value.shape[1] // piece
+        for number in range(pieces):
             slot = self.out.at[half, number % 2]
             columns = slice(number * piece, (number + 1) * piece)
-            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+            # Copies end in order. After an odd number of pieces the last one reads the first slot.
+            pending = 0 if number == 0 and pieces % 2 else 1
+            plgpu.wait_smem_to_gmem(pending, wait_read_only=True)
             slot[...] = value[:, columns].astype(self.out.dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(slot, target.at[:, columns])

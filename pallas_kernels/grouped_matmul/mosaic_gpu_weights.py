@@ -32,7 +32,6 @@ def weight_gradient(
 
     `config` is looked up where it is None; `interpret` is as for `grouped_matmul`.
     """
-
     config = config or tile.TABLE.lookup("weights", tile.TuningConfig())
     static = dict(dtype=jnp.dtype(dtype), config=config, interpret=interpret)
 

@@ -31,7 +31,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import hopper
+from pallas_kernels import dispatch, hopper
 from pallas_kernels.sparse_attention import hopper_rows, mosaic_gpu_backward, reference
 from pallas_kernels.sparse_attention.hopper_rows import ORDER, PARTS, SWIZZLED, TILE, Tile
 from pallas_kernels.sparse_attention.tables import Fp4Table
@@ -602,8 +602,10 @@ def _attention_backward(window, scale, residuals, cotangents):
         dq, dwindow, dmain, dsink = mosaic_gpu_backward.backward(
             *arguments, *result, *cotangents, **keywords
         )
-    except NotImplementedError:  # packed main rows, which have no gradient, or D = 256
+        dispatch.note("sparse_attention.backward", "mosaic_gpu")
+    except NotImplementedError as reason:  # packed main rows, which have no gradient, or D = 256
         dq, dwindow, dmain, dsink = reference.backward(arguments, cotangents, **keywords)
+        dispatch.note("sparse_attention.backward", "xla", [reason])
     return dq, dwindow, None, None, dmain, None, dsink
 
 

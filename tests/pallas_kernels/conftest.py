@@ -34,9 +34,14 @@ def tpu(request):
 
 
 @pytest.fixture
-def interpreted(capsys):
+def no_races(capsys):
+    """Fails a test in which an interpreted kernel had a race: interpret modes print them."""
+    yield
+    assert "RACE DETECTED" not in capsys.readouterr().out
+
+
+@pytest.fixture
+def interpreted(no_races):
     """Parameters of TPU interpret mode; a race while the test ran fails it."""
     pltpu.reset_tpu_interpret_mode_state()  # what an exception in an earlier kernel left
     yield pltpu.InterpretParams(detect_races=True)
-    # jax 0.10 prints what later releases raise.
-    assert "RACE DETECTED" not in capsys.readouterr().out

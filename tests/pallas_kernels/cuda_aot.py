@@ -21,10 +21,13 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import jax
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
+
+from pallas_kernels import tuning
 
 # What XLA asks of a device when it compiles for it: an H200 of 132 multiprocessors (sm_90a).
 _H200 = """
@@ -109,7 +112,9 @@ class Hopper:
         shapes = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments
         )
-        lowered = jax.jit(function, **options).trace(*shapes).lower()
+        # The configurations that are used there, not those of this machine.
+        with mock.patch.object(tuning, "device_kind", lambda: "NVIDIA H200"):
+            lowered = jax.jit(function, **options).trace(*shapes).lower()
         with nothing_cached():
             return lowered.compile()
 

@@ -40,6 +40,22 @@ def test_cases_are_named_on_the_command_line(tmp_path):
     assert ours == ["tiny", "tiny_rows", "tiny_weights"]
 
 
+@pytest.mark.parametrize(
+    "flags, named",
+    [
+        (["--op=nothing"], "choose from"),
+        (["--op=topk", "--case=nothing"], "topk have C1"),
+        (["--op=topk", "--implementation=nothing"], "mosaic_gpu, mosaic_tpu, xla"),
+        (["--op=topk", "--rivals=no.such"], "no.such"),
+    ],
+)
+def test_wrong_names_are_wrong_usage(flags, named, capsys):
+    with pytest.raises(SystemExit) as ended:
+        bench.main(flags)
+    assert ended.value.code == 2
+    assert named in capsys.readouterr().err
+
+
 def test_rivals_that_do_not_run_are_said_to(monkeypatch, capsys, tmp_path):
     def absent(case):
         raise ImportError("No module named 'torch'")

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from pallas_kernels.dispatch import dispatch, recorded
+from pallas_kernels.dispatch import dispatch, recorded, summary
 
 
 def decline(*args, **kwargs):
@@ -85,3 +85,8 @@ def test_choices_and_their_reasons_are_recorded():
         dispatch("another op", {"a": named("a")}, None)
     dispatch("a third op", {"a": named("a")}, None)
     assert heard == {"one op": {"b": {"needs another device"}}, "another op": {"a": set()}}
+
+
+def test_summary_names_every_op_once():
+    heard = {"topk": {"mosaic_gpu": set(), "xla": {"rows shorter than 128"}}, "fp4": {"xla": set()}}
+    assert summary(heard) == "mosaic_gpu: topk; xla: fp4, topk"

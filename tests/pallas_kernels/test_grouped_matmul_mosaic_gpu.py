@@ -17,12 +17,17 @@ from tests.pallas_kernels.test_grouped_matmul import loop
 
 ON_GPU = jax.default_backend() == "gpu"
 slow = pytest.mark.slow
-pytestmark = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11), reason="the kernels are for jax 0.11 and later"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        jax.__version_info__ < (0, 11), reason="the kernels are for jax 0.11 and later"
+    ),
+    pytest.mark.usefixtures("no_races"),
+]
 # (rows, K, N, sizes): groups that begin anywhere, empty ones, rows left over.
 SHAPES = [
     (150, 64, 128, (13, 0, 100, 5)),
+    # Two whole tiles for one block, each stored in one piece.
+    (384, 64, 64, (256,)),
     pytest.param(40, 128, 64, (40, 0), marks=slow),
     pytest.param(301, 192, 320, (0, 170, 1, 0, 130), marks=slow),
     pytest.param(264, 64, 64, (0, 0, 0), marks=slow),

@@ -24,6 +24,7 @@ from pallas_kernels.indexer.mosaic_gpu_gather import TuningConfig, gathered_scor
 from pallas_kernels.indexer.mosaic_gpu_rows import permute_channels
 
 INTERPRET = InterpretGPUParams(detect_races=True)
+pytestmark = pytest.mark.usefixtures("no_races")
 interpreted = pytest.mark.skipif(
     jax.__version_info__ < (0, 11), reason="interpret mode of jax 0.10 has no transposed operands"
 )

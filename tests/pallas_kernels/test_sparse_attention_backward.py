@@ -18,6 +18,7 @@ from pallas_kernels.sparse_attention.mosaic_gpu_lanes import ordered
 NAMES = ("q", "window_rows", "main_rows", "sink")
 SMALL = Case(((9,),), 9, 9, heads=16, dim=512, window=3, ratio=1, selected=5, untidy=True)
 ON_GPU = jax.default_backend() == "gpu"
+pytestmark = pytest.mark.usefixtures("no_races")
 needs_interpreter = pytest.mark.skipif(
     jax.__version_info__ < (0, 11),
     reason="interpret mode of jax < 0.11 has no transposed operands",
@@ -33,6 +34,7 @@ MATRIX = {
     "later chunk": Case(((145,), (90, 41)), 17, 145, 64, 512, 128, 2, selected=6),
     "one row": Case(((3,),), 3, 3, 64, 512, 2, 3, selected=8),
     "many rows": Case(((40000,),), 65, 40000, 64, 512, 128, 1, selected=512),
+    "a million rows": Case(((2**20,),), 9, 2**20, 64, 512, 128, 1, selected=512),
     "window alone": Case(((130, 3, 9),), 160, 160, 64, 512, 128),
     "window alone, 16 heads": Case(((60, 3, 9),), 82, 82, 16, 512, 17),
 }

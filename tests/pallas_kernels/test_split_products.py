@@ -12,6 +12,8 @@ from pallas_kernels import split_products
 SPECS = {
     "btd,dv->btv": ((2, 9, 300), (300, 40)),
     "...d,dv->...v": ((7, 33), (33, 5)),
+    # More results than activations, as of a head over a vocabulary.
+    "...k,kv->...v": ((2, 3, 8), (8, 50)),
     "tc,kc->kt": ((50, 256), (24, 256)),
 }
 
@@ -34,7 +36,8 @@ def exact(spec, x, w):
 
 
 def transposed(spec):
-    operands, out = spec.replace("...", "n").split("->")
+    letters = "nm"[: len(SPECS[spec][0]) - 1]
+    operands, out = spec.replace("...", letters).split("->")
     ours, theirs = operands.split(",")
     return f"{out},{theirs}->{ours}", f"{ours},{out}->{theirs}"
 

@@ -14,6 +14,7 @@ from pallas_kernels.topk import mosaic_gpu, topk, topk_blocks
 from pallas_kernels.topk.mosaic_gpu import TuningConfig
 from tests.pallas_kernels.test_topk import numpy_topk
 
+pytestmark = pytest.mark.usefixtures("no_races")
 # Small enough that a row takes several tiles and fills the buffer more than once.
 SMALL = TuningConfig(tile=256, room=320, segment=256)
 

@@ -59,6 +59,18 @@ class _Plan(NamedTuple):
     queue: exchange.Lines
 
 
+class _Places(NamedTuple):
+    """Which token each slot of a turn takes, and where each token's assignments went.
+
+    Attributes:
+        token: int32 [S], N for an empty slot.
+        slot: int32 [N, k], S where an assignment goes in another turn.
+    """
+
+    token: jax.Array
+    slot: jax.Array
+
+
 def routed(
     products: Products,
     axes: tuple[str, ...],
@@ -130,23 +142,13 @@ def _turn(
     else:
         # Sorted within each sender already; empty slots come last.
         order = jnp.argsort(expert, stable=True).astype(jnp.int32)
-        place = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=order.dtype))
-        done = static.products(rows[order], weight[order], held, sizes)[place]
+        inverse = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=order.dtype))
+        rows = _spread(rows, _Places(order, inverse[:, None]))
+        done = static.products(rows, weight[order], held, sizes)
+        done = _spread(done, _Places(inverse, order[:, None]))
         done = exchange.swap(done.reshape(static.devices, static.room, -1), static.axes)
         done = done.reshape(-1, done.shape[-1])
     return _collect(done, places)
-
-
-class _Places(NamedTuple):
-    """Which token each slot of a turn takes, and where each token's assignments went.
-
-    Attributes:
-        token: int32 [S], N for an empty slot.
-        slot: int32 [N, k], S where an assignment goes in another turn.
-    """
-
-    token: jax.Array
-    slot: jax.Array
 
 
 # The two are each other's transposes. Left to autodiff those would be sums over scattered rows,
