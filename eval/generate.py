@@ -10,13 +10,14 @@ A prompt is continued as it stands, unless --chat or --effort make it a user's m
 (1 .. 100 or low, high, max) lets the assistant reason first. Without a prompt every line of the
 standard input is a message of one conversation. With --store, what has been said before costs no
 prefill, in a later process either (--store_gb, --store_hours, --host_gb and --host_minutes bound
-what is kept). Standard output gets the text as it comes and
-nothing else; tokens per second and the size of the caches go to standard error. Exit status: 0,
+what is kept). Standard output gets the text as it comes and nothing else; tokens per second and the
+size of the caches go to standard error. Exit status: 0 (also where whoever reads the text stops),
 2 the flags or the run folder are wrong, 130 interrupted.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -193,7 +194,7 @@ def report(statistics: Statistics) -> str:
     return (
         f"prefill {s.prompt_tokens:,} tokens, {s.prefill_seconds:.2f} s ({prefill:,.1f} tokens/s);"
         f" decode {s.tokens:,} tokens, {s.decode_seconds:.2f} s ({speed:,.1f} tokens/s), both with"
-        f" compilation; global cache {s.cache_bytes_per_token:,.0f} bytes/token,"
+        f" compilation; global cache {s.cache_bytes_per_token:,.1f} bytes/token,"
         f" {s.cache_bytes:,} bytes allocated; window rows {s.window_bytes:,} bytes{drafts}{store}"
     )
 
@@ -212,6 +213,7 @@ def run(arguments: Arguments, lines: Iterable[str], out: TextIO) -> Statistics:
         options=arguments.options,
         prefix_store=arguments.store.open(),
     )
+    print("the first text waits for programs to be compiled", file=sys.stderr, flush=True)
     if arguments.prompt is not None and not arguments.chat:
         _write(generator, arguments.prompt, arguments, out)
         return generator.statistics
@@ -235,6 +237,10 @@ def main(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:
+        # Who read the text has seen enough. What is left in the buffer must not be tried again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     print(report(statistics), file=sys.stderr)
     return 0
 

@@ -11,8 +11,9 @@ model sees. Requests that come together are decoded together (continuous batchin
 does not depend on the others. With --store, prompts that begin alike share their prefill, in later
 processes, too (docs/serving.md says what that means for results). The endpoint listens to this
 machine alone unless --host says otherwise; an API key is asked for where the environment variable
-V41FLASH_API_KEY holds one. Needs `pip install 'v41flash[serve]'`. Exit status: 0 stopped, 2 the
-flags or the run folder are wrong.
+V41FLASH_API_KEY holds one. It compiles its programs before it listens (--nowarmup: with the first
+request, which then waits for them). Needs `pip install 'v41flash[serve]'`. Exit status: 0 stopped,
+2 the flags or the run folder are wrong.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -33,7 +35,7 @@ from eval.endpoint.service import Service
 from eval.store_flags import StoreFlags
 from v41flash.errors import InputError
 from v41flash.serving import Generator, Options
-from v41flash.serving.engine import Engine
+from v41flash.serving.engine import Engine, Progress, Request
 
 KEY_VARIABLE = "V41FLASH_API_KEY"
 # Running requests get after SIGTERM.
@@ -53,6 +55,7 @@ class Arguments(NamedTuple):
         waiting: requests that may wait.
         max_body_mb: largest request.
         options: of the generator.
+        warmup: compile before listening.
         store: where prefixes are kept.
     """
 
@@ -65,6 +68,7 @@ class Arguments(NamedTuple):
     waiting: int
     max_body_mb: int
     options: Options
+    warmup: bool
     store: StoreFlags
 
 
@@ -88,6 +92,7 @@ def parse(arguments: Sequence[str]) -> Arguments:
     flags.DEFINE_integer("waiting", 256, "Requests that may wait.", **here)
     flags.DEFINE_integer("max_body_mb", MAX_BODY_BYTES >> 20, "Largest request.", 1, **here)
     flags.DEFINE_boolean("exact", False, "Prefill by all layers over all tokens.", **here)
+    flags.DEFINE_boolean("warmup", True, "Compile before listening.", **here)
     store_flags.define(values)
     try:
         rest = values(["eval.serve", *arguments])
@@ -114,8 +119,22 @@ def parse(arguments: Sequence[str]) -> Arguments:
             exact=values.exact,
             speculate=False,
         ),
+        warmup=values.warmup,
         store=store_flags.read(values),
     )
+
+
+def warm_up(generator: Generator, engine: Engine) -> None:
+    """Has the engine continue one prompt, for which it compiles what every request runs."""
+    print("compiling; this takes a while and prints nothing", file=sys.stderr, flush=True)
+    done = threading.Event()
+
+    def listen(progress: Progress) -> None:
+        if progress.finish is not None or progress.error is not None:
+            done.set()
+
+    engine.submit(Request(generator.encode("a"), max_tokens=2), listen)
+    done.wait()
 
 
 def open_to_others(host: str) -> bool:
@@ -171,9 +190,11 @@ def main(arguments: Sequence[str]) -> int:
         )
     )
     try:
+        if values.warmup:
+            warm_up(generator, engine)
         server.run()
     except KeyboardInterrupt:
-        pass  # uvicorn has shut down in order and raises it again.
+        pass  # while it compiles; or uvicorn has shut down in order and raises it again
     finally:
         engine.close()
     # An address in use, say, or an engine that stopped; the log says why.

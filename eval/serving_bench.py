@@ -41,7 +41,7 @@ from absl import flags
 
 from pallas_kernels import measure
 from pallas_kernels import sparse_attention as attention_op
-from v41flash import presets
+from v41flash import checkout, presets
 from v41flash.accounting import flops
 from v41flash.cache import PAGE_TOKENS, GlobalCache
 from v41flash.config import ModelConfig
@@ -479,7 +479,11 @@ def main(arguments: Sequence[str]) -> int:
             "prefill": lambda: prefill_times(model, tokens or 1 << 16, chunk),
             "fill": lambda: fill_times(model, tokens or 1 << 20, chunk),
         }[values.what]()
-    common = {"implementation": values.implementation, "device": jax.devices()[0].device_kind}
+    common = {
+        "implementation": values.implementation,
+        "device": jax.devices()[0].device_kind,
+        "commit": checkout.read().commit,
+    }
     with measure.side_by_side(values.lock, alone=True):
         for row in timed():
             line = json.dumps(row | common)

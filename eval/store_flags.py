@@ -59,6 +59,10 @@ def read(values: flags.FlagValues) -> StoreFlags:
     for name in ("store_gb", "store_hours", "host_gb", "host_minutes"):
         if not 0 <= values[name].value < math.inf:
             raise InputError(f"--{name}={values[name].value}: must be a number, 0 or more")
+        if values[name].present and not values.store:
+            raise InputError(f"--{name} without --store: name the folder of the store")
+    if values.store_gb == 0:
+        raise InputError("--store_gb=0: a store needs room for its pages")
     return StoreFlags(
         folder=values.store or None,
         budget=int(values.store_gb * _GIB),

@@ -94,7 +94,7 @@ class CompletionRequest(_Common):
     """POST /v1/completions."""
 
     prompt: str | list[str] | list[_Token] | list[list[_Token]]
-    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP, strict=True)] | None = None
 
 
 class ToolChoiceFunction(BaseModel):

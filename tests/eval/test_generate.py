@@ -40,7 +40,8 @@ def test_a_prompt_is_continued_as_it_stands(recorder, capsys):
     assert generate.main(flags) == 0
     captured = capsys.readouterr()
     assert captured.out == "ok\n"
-    assert "tokens/s" in captured.err and len(captured.err.splitlines()) == 1
+    first, last = captured.err.splitlines()
+    assert "compiled" in first and "tokens/s" in last
     prompt, settings = recorder.asked[0]
     assert prompt == "def f("
     expected = dict(max_tokens=256, temperature=0.5, top_p=1.0, top_k=0, seed=3, stop=["a"])
@@ -89,7 +90,8 @@ def test_a_prompt_file(recorder, tmp_path, capsys):
         (["--workdir=x", "--prompt=a", "--chunk=0"], "chunk = 0"),
         (["--workdir=x", "--store=y", "--store_gb=nan"], "--store_gb=nan: must be a number"),
         (["--workdir=x", "--store=/dev/null/x"], "store /dev/null/x: must be a folder to write to"),
-        (["--workdir=x", "--store=y", "--store_gb=0"], "budget 0 must be at least 1 byte"),
+        (["--workdir=x", "--store=y", "--store_gb=0"], "--store_gb=0: a store needs room"),
+        (["--workdir=x", "--host_gb=1"], "--host_gb without --store"),
         (["--workdir=/nowhere", "--prompt=a"], "/nowhere: must be the folder of a training run"),
     ],
 )

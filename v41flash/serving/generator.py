@@ -281,7 +281,7 @@ class Generator:
 
     def generate(self, prompts: Sequence[Prompt], **settings: Any) -> list[Generation]:
         """Continues every prompt; settings as for `stream`."""
-        prompts = [self.encode(prompt) for prompt in prompts]
+        prompts = self._encoded(prompts)
         pieces: list[list[Piece]] = [[] for _ in prompts]
         for piece in self.stream(prompts, **settings):
             pieces[piece.index].append(piece)
@@ -328,7 +328,7 @@ class Generator:
         Raises:
             InputError: a setting that cannot be used, or a prompt that does not fit the model.
         """
-        encoded = [self.encode(prompt) for prompt in prompts]
+        encoded = self._encoded(prompts)
         self._check(encoded, max_tokens, stop)
         settings = dict(temperature=temperature, top_p=top_p, top_k=top_k)
         Sampling.create(max(len(encoded), 1), self.allowed, seed=seed, **settings)
@@ -340,6 +340,11 @@ class Generator:
             ends = Ends(max_tokens, (self.tokenizer.eos_id, *stop_tokens), tuple(stop))
             for piece in self._batch(batch, texts, seed + first, settings, ends):
                 yield piece._replace(index=first + piece.index)
+
+    def _encoded(self, prompts: Sequence[Prompt]) -> list[np.ndarray]:
+        if isinstance(prompts, str):
+            raise InputError("prompts: a text alone is no list; [text] is one")
+        return [self.encode(prompt) for prompt in prompts]
 
     def _check(self, prompts: list[np.ndarray], max_tokens: int, stop: Sequence[str]) -> None:
         limit = self.config.max_position_embeddings

@@ -106,6 +106,7 @@ def test_results_do_not_depend_on_how_the_work_is_cut(served):
         (["a"], dict(stop=["", "b"]), "stop: an empty text"),
         ([[]], {}, "prompt 0: must be at least one token"),
         (["a", [5, 260]], {}, r"prompt 1: token ids 5..260 leave the vocabulary of 260"),
+        ("a text", dict(), "a text alone is no list"),
         (["a" * 200], dict(max_tokens=80), "prompt 0: 201 tokens and max_tokens = 80 exceed the"),
     ],
 )
