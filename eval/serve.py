@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import uvicorn
 from absl import flags
 
@@ -36,6 +37,7 @@ from eval.store_flags import StoreFlags
 from v41flash.errors import InputError
 from v41flash.serving import Generator, Options
 from v41flash.serving.engine import Engine, Progress, Request
+from v41flash.serving.prefill import SMALLEST_CHUNK
 
 KEY_VARIABLE = "V41FLASH_API_KEY"
 # Running requests get after SIGTERM.
@@ -125,16 +127,26 @@ def parse(arguments: Sequence[str]) -> Arguments:
 
 
 def warm_up(generator: Generator, engine: Engine) -> None:
-    """Has the engine continue one prompt, for which it compiles what every request runs."""
-    print("compiling; this takes a while and prints nothing", file=sys.stderr, flush=True)
-    done = threading.Event()
+    """Has the engine continue a prompt of each length that a step is compiled for."""
+    longest = min(generator.options.chunk, engine.context - 2)
+    widths = [SMALLEST_CHUNK]
+    while widths[-1] < longest:
+        widths.append(min(2 * widths[-1], longest))
+    for number, width in enumerate(widths, start=1):
+        print(
+            f"compiling for prompts of {width} tokens, {number} of {len(widths)}",
+            file=sys.stderr,
+            flush=True,
+        )
+        done = threading.Event()
 
-    def listen(progress: Progress) -> None:
-        if progress.finish is not None or progress.error is not None:
-            done.set()
+        def listen(progress: Progress, done: threading.Event = done) -> None:
+            if progress.finish is not None or progress.error is not None:
+                done.set()
 
-    engine.submit(Request(generator.encode("a"), max_tokens=2), listen)
-    done.wait()
+        prompt = np.resize(generator.encode("a"), min(width, longest))
+        engine.submit(Request(prompt, max_tokens=2), listen)
+        done.wait()
 
 
 def open_to_others(host: str) -> bool:
