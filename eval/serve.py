@@ -36,7 +36,7 @@ from eval.endpoint.service import Service
 from eval.store_flags import StoreFlags
 from v41flash.errors import InputError
 from v41flash.serving import Generator, Options
-from v41flash.serving.engine import Engine, Progress, Request
+from v41flash.serving.engine import Engine, Progress, Request, Stopped
 from v41flash.serving.prefill import SMALLEST_CHUNK
 
 KEY_VARIABLE = "V41FLASH_API_KEY"
@@ -127,8 +127,12 @@ def parse(arguments: Sequence[str]) -> Arguments:
 
 
 def warm_up(generator: Generator, engine: Engine) -> None:
-    """Has the engine continue a prompt of each length that a step is compiled for."""
-    longest = min(generator.options.chunk, engine.context - 2)
+    """Has the engine continue a prompt of each length that a step is compiled for.
+
+    Raises:
+        Stopped: the engine has ended.
+    """
+    longest = max(1, min(generator.options.chunk, engine.context - 2))
     widths = [SMALLEST_CHUNK]
     while widths[-1] < longest:
         widths.append(min(2 * widths[-1], longest))
@@ -145,7 +149,9 @@ def warm_up(generator: Generator, engine: Engine) -> None:
                 done.set()
 
         prompt = np.resize(generator.encode("a"), min(width, longest))
-        engine.submit(Request(prompt, max_tokens=2), listen)
+        # A prefix from the store would leave less to prefill, and nobody asks for these prompts.
+        tokens = min(2, engine.context - len(prompt))
+        engine.submit(Request(prompt, max_tokens=tokens, share=False), listen)
         done.wait()
 
 
@@ -205,8 +211,9 @@ def main(arguments: Sequence[str]) -> int:
         if values.warmup:
             warm_up(generator, engine)
         server.run()
-    except KeyboardInterrupt:
-        pass  # while it compiles; or uvicorn has shut down in order and raises it again
+    except (KeyboardInterrupt, Stopped):
+        # While it compiles; or uvicorn has shut down in order and raises it again.
+        pass
     finally:
         engine.close()
     # An address in use, say, or an engine that stopped; the log says why.

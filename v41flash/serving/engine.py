@@ -72,6 +72,7 @@ class Request(NamedTuple):
         top: likeliest tokens to report, at most `MAX_TOP`.
         decode: token ids to text; the tokenizer's when None.
         images: the prompt's, at the places of their spans.
+        share: look it up in the prefix store, and add it there.
     """
 
     prompt: np.ndarray
@@ -84,6 +85,7 @@ class Request(NamedTuple):
     top: int = 0
     decode: Decode | None = None
     images: tuple[RowImage, ...] = ()
+    share: bool = True
 
 
 class Progress(NamedTuple):
@@ -432,7 +434,7 @@ class Engine:
         """(a sequence on pages of its own, with what is known of its prompt; where to go on)."""
         trail = None
         # Tokens do not tell what images show.
-        if self._prefixes is not None and not request.images:
+        if self._prefixes is not None and request.share and not request.images:
             trail = self._trails[slot] = self._prefixes.trail(request.prompt)
         count = -(-(len(request.prompt) + request.max_tokens) // PAGE_TOKENS)
         lease = self._pages.lease(trail.chain.keys if trail else (), count)

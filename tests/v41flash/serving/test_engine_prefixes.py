@@ -127,3 +127,11 @@ def test_cancelled_and_failed_requests_give_their_pages_back(tmp_path, monkeypat
         [first.prompt], max_tokens=first.max_tokens, seed=first.seed, temperature=0.7
     )
     np.testing.assert_array_equal(found[0][0], alone.tokens)
+
+
+def test_what_is_not_to_be_shared_leaves_nothing(tmp_path):
+    one = requests()[0]
+    with Engine(new_generator(tmp_path), context=200) as engine:
+        serve(engine, [one._replace(share=False)] * 2)
+        disk = engine._prefixes.store.disk.counts
+        assert (engine.counts.cached_tokens, disk.written, disk.hits) == (0, 0, 0)
