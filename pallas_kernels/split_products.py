@@ -50,8 +50,8 @@ def einsum(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
     return jnp.einsum(spec, x, w, precision=lax.Precision.HIGHEST)
 
 
-def _parts(x: jax.Array, count: int) -> list[jax.Array]:
-    """bfloat16 numbers whose sum is `x` to 8 bits each, the largest first."""
+def bfloat16_parts(x: jax.Array, count: int) -> list[jax.Array]:
+    """bfloat16 arrays whose sum is the float32 `x` to 8 bits each, the largest first."""
     parts, rest = [], x
     for _ in range(count):
         # Compilers take a cast there and back for nothing.
@@ -87,7 +87,7 @@ def _sum(spec: str, *pairs: tuple[jax.Array, jax.Array]) -> jax.Array:
 def _split(spec: str, parts: int, x: jax.Array, w: jax.Array) -> jax.Array:
     """`einsum` of float32 arrays: `x` holds numbers of bfloat16, `w` sums of so many of them."""
     x = x.astype(jnp.bfloat16)
-    return _sum(spec, *((x, part) for part in _parts(w, parts)))
+    return _sum(spec, *((x, part) for part in bfloat16_parts(w, parts)))
 
 
 def _forward(spec: str, parts: int, x: jax.Array, w: jax.Array) -> tuple[jax.Array, tuple]:
@@ -100,8 +100,8 @@ def _backward(
     x, w = residuals
     operands, out = spec.split("->")
     ours, theirs = operands.split(",")
-    high, middle, low = _parts(grad, 3)
-    w_high, *w_rest = _parts(w, min(parts, 2))
+    high, middle, low = bfloat16_parts(grad, 3)
+    w_high, *w_rest = bfloat16_parts(w, min(parts, 2))
     pairs = (high, w_high), *((high, part) for part in w_rest), (middle, w_high)
     grad_x = _sum(f"{out},{theirs}->{ours}", *pairs)
     grad_w = _sum(f"{ours},{out}->{theirs}", (x, high), (x, middle), (x, low))

@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import hopper
-from pallas_kernels.mhc import reference
+from pallas_kernels.mhc import mosaic_gpu_pass, reference
 from pallas_kernels.mhc.reference import Coefficients
 from pallas_kernels.warpgroup import COMPILER_PARAMS, THREADS
 
@@ -59,10 +59,22 @@ def read(
 
 
 def write_read(
-    *arguments: jax.Array, interpret: Any = None, **keywords: float
+    streams: jax.Array,
+    out: jax.Array,
+    *arguments: jax.Array,
+    interpret: Any = None,
+    **keywords: float,
 ) -> tuple[jax.Array, jax.Array, Coefficients]:
-    """See `pallas_kernels.mhc.write_read`; arguments and errors are as for `coefficients`."""
-    return reference.write_read(*arguments, balance=_accepted("write_read", interpret), **keywords)
+    """See `pallas_kernels.mhc.write_read`; arguments and errors are as for `coefficients`.
+
+    Where `mosaic_gpu_pass` takes the streams they are passed over in kernels, too.
+    """
+    balance = _accepted("write_read", interpret)
+    if mosaic_gpu_pass.takes(streams, out):
+        return mosaic_gpu_pass.write_read(
+            streams, out, *arguments, balance=balance, interpret=interpret, **keywords
+        )
+    return reference.write_read(streams, out, *arguments, balance=balance, **keywords)
 
 
 def _accepted(op: str, interpret: Any) -> Callable[..., jax.Array]:

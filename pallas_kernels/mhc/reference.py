@@ -105,12 +105,38 @@ def coefficients(
         raise ValueError(f"mhc: sinkhorn_iters is {sinkhorn_iters}; must be at least 1")
     *lead, n, d = streams.shape
     rows = streams.reshape(-1, n * d)
-    mixes_KxT = split_products.einsum("tc,kc->kt", rows, fn)
+    product_KxT = split_products.einsum("tc,kc->kt", rows, fn)
     z_TxC = rows.astype(jnp.float32)
-    mixes_KxT = mixes_KxT * lax.rsqrt(jnp.mean(z_TxC * z_TxC, axis=-1) + norm_eps)
-    pre, post, comb = coefficients_from_projection(
-        mixes_KxT, base, scale, sinkhorn_iters=sinkhorn_iters, eps=eps, balance=balance
+    return normalised_coefficients(
+        product_KxT,
+        jnp.mean(z_TxC * z_TxC, axis=-1),
+        base,
+        scale,
+        tuple(lead),
+        sinkhorn_iters=sinkhorn_iters,
+        eps=eps,
+        norm_eps=norm_eps,
+        balance=balance,
     )
+
+
+def normalised_coefficients(
+    product_KxT: jax.Array,
+    mean_squares_T: jax.Array,
+    base: jax.Array,
+    scale: jax.Array,
+    lead: tuple[int, ...],
+    *,
+    norm_eps: float,
+    **keywords: Any,
+) -> Coefficients:
+    """Coefficients of tokens of shape `lead` from fn z and mean(z^2).
+
+    `keywords` are those of `coefficients_from_projection`.
+    """
+    mixes_KxT = product_KxT * lax.rsqrt(mean_squares_T + norm_eps)
+    pre, post, comb = coefficients_from_projection(mixes_KxT, base, scale, **keywords)
+    n = pre.shape[0]
     return Coefficients(
         pre=pre.T.reshape(*lead, n),
         post=post.T.reshape(*lead, n),
