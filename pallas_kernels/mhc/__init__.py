@@ -20,6 +20,7 @@ from pallas_kernels.mhc.reference import Coefficients
 
 __all__ = [
     "COEFFICIENTS_IMPLEMENTATIONS",
+    "IMPLEMENTATIONS",
     "MIX_IMPLEMENTATIONS",
     "READ_IMPLEMENTATIONS",
     "WRITE_IMPLEMENTATIONS",
@@ -49,6 +50,8 @@ WRITE_READ_IMPLEMENTATIONS = {
     "mosaic_tpu": mosaic_tpu.write_read,
     "xla": reference.write_read,
 }
+# What the benchmarks time.
+IMPLEMENTATIONS = WRITE_READ_IMPLEMENTATIONS
 
 
 def coefficients(

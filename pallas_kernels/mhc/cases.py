@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import math
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import mhc, tpu
+from pallas_kernels.measure import Benchmark, Variant
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,10 +43,14 @@ CASES = {
     "eight_streams": Case((9,), streams=8, channels=128, sinkhorn_iters=2),
 }
 
-BENCHMARKS = {
+_GRADIENTS = "_gradients"
+_PASSES = {
     "small": Case((1, 2048), channels=256),
+    "small_step": Case((2, 8192), channels=1024),
     "published_4k": Case((1, 4096), channels=5120),
 }
+# A pass forward, and forward and backward as "NAME_gradients".
+BENCHMARKS = {name + part: case for name, case in _PASSES.items() for part in ("", _GRADIENTS)}
 
 
 def arguments(case: Case, dtype: Any = np.float32, seed: int = 0) -> dict[str, Any]:
@@ -80,6 +86,54 @@ def arguments(case: Case, dtype: Any = np.float32, seed: int = 0) -> dict[str, A
         "norm_weight": positive(d),
         "sinkhorn_iters": case.sinkhorn_iters,
     }
+
+
+def _operands(case: Case) -> tuple[list[jax.Array], Any]:
+    """Arguments of `write_read` by position, streams in bfloat16, and gradients of its results."""
+    named = arguments(case, jnp.bfloat16)
+    ordered = [
+        jnp.asarray(named[name])
+        for name in inspect.signature(mhc.write_read).parameters
+        if name in named and name != "sinkhorn_iters"
+    ]
+    shapes, tree = jax.tree.flatten(jax.eval_shape(mhc.write_read, *ordered))
+    keys = jax.random.split(jax.random.key(1), len(shapes))
+    grads = [jax.random.normal(k, s.shape, s.dtype) for k, s in zip(keys, shapes, strict=True)]
+    return ordered, jax.tree.unflatten(tree, grads)
+
+
+def benchmark(name: str) -> Benchmark:
+    """`write_read`, checked against float32; bytes: streams, output and next input once each.
+
+    With gradients also those of all of them, and the streams and the output once more.
+    """
+    case = BENCHMARKS[name]
+    ordered, grads = _operands(case)
+    n, both = case.streams, name.endswith(_GRADIENTS)
+
+    def run(implementation):
+        op = functools.partial(
+            mhc.write_read, sinkhorn_iters=case.sinkhorn_iters, implementation=implementation
+        )
+
+        def gradients(grads, *ordered):
+            results, transpose = jax.vjp(op, *ordered)
+            return results, transpose(grads)
+
+        return gradients if both else op
+
+    def reference(*arguments):
+        return run("xla")(*jax.tree.map(lambda x: x.astype(jnp.float32), arguments))
+
+    values = (2 * n + 2) + (3 * n + 3) * both
+    variant = Variant(
+        run,
+        (grads, *ordered) if both else tuple(ordered),
+        flops=0.0,
+        bytes=2.0 * values * case.channels * math.prod(case.lead),
+        tolerance=0.02,
+    )
+    return Benchmark(reference=reference, variants={"bfloat16": variant})
 
 
 def tpu_accounts() -> dict[str, tpu.Account]:

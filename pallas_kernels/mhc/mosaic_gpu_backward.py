@@ -8,6 +8,7 @@ projection is multiplied by fn on tensor cores, both in two bfloat16 parts.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -73,11 +74,8 @@ def gradients(
     )
     shape = jax.ShapeDtypeStruct
 
-    def body(*refs, **memory):
-        _kernel(tiling, n, *refs, **memory)
-
     grad_streams, grad_out, sums, norms = tiling.call(
-        body,
+        functools.partial(_kernel, tiling, n),
         "mhc_gradients",
         [
             shape(streams.shape, streams.dtype),
@@ -92,7 +90,7 @@ def gradients(
             ready=plgpu.Barrier(num_arrivals=(PARTS * n + 1) * HALVES),
         ),
     )
-    sums = sums.sum(axis=0)
+    sums = lax.optimization_barrier(sums.sum(axis=0))
     inverse = rows[count + _INVERSE]
     of_weighted, of_mixed, others = sums[:n], sums[n : 2 * n], sums[2 * n :]
     # Here the mean has to be exact: what is left of both terms may be far smaller than they are.
@@ -137,12 +135,12 @@ def _kernel(
         return tiles.columns(0, d, half)
 
     def begin():
-        for part in range(PARTS):
-            for k in range(n):
-                for half in range(HALVES):
+        @pl.loop(0, HALVES)
+        def _(half):
+            for part in range(PARTS):
+                for k in range(n):
                     source = fn_parts_ref.at[part, tiles.columns(k, d, half)]
                     plgpu.copy_gmem_to_smem(source, fn.at[part, k, half], ready)
-        for half in range(HALVES):
             plgpu.copy_gmem_to_smem(norm_weight_ref.at[own(half)], weight.at[half], ready)
 
     def fetch(token, at, barrier):
@@ -178,7 +176,7 @@ def _kernel(
 
         def one_half(half, norms):
             def piece(number):
-                return wide[at, number, half].astype(jnp.float32)
+                return tiles.piece(wide.at[at, number, half])
 
             new = [x.astype(jnp.float32) for x in new_streams(rows, wide, at, n, half)]
             mixed = _mixed([row(k) for k in range(n)], new)
@@ -237,9 +235,7 @@ def _kernel(
     def carry():
         plgpu.barrier_wait(ready)
         zeros = jnp.zeros((TOKENS, PIECE), jnp.float32)
-        if tiling.interpret is None:
-            zeros = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
-        return (zeros,) * HALVES
+        return (plgpu.layout_cast(zeros, plgpu.Layout.WGMMA),) * HALVES
 
     def end(norms):
         for half in range(HALVES):

@@ -8,6 +8,7 @@ float32. The parts of a block's channels stay in shared memory.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -57,22 +58,8 @@ def write(
     )
     shape = jax.ShapeDtypeStruct
 
-    def body(streams_ref, out_ref, mixing_ref, parts_ref, new_ref, product_ref, squares_ref, **at):
-        _kernel(
-            tiling,
-            n,
-            streams_ref,
-            out_ref,
-            mixing_ref,
-            parts_ref,
-            new_ref,
-            product_ref,
-            squares_ref,
-            **at,
-        )
-
     new, products, squares = tiling.call(
-        body,
+        functools.partial(_kernel, tiling, n),
         "mhc_write",
         [
             shape(streams.shape, streams.dtype),
@@ -108,40 +95,49 @@ def _kernel(
 ):
     d, count = tiling.channels, tiling.rows
     pieces = [(k, half) for k in range(n) for half in range(HALVES)]
+    sources = [(streams_ref, k) for k in range(n)] + [(out_ref, 0)]
 
     def begin():
-        for k, half in pieces:
-            source = parts_ref.at[:, tiles.columns(k, d, half)]
-            plgpu.copy_gmem_to_smem(source, parts.at[k, half], ready)
+        @pl.loop(0, HALVES)
+        def _(half):
+            for k in range(n):
+                source = parts_ref.at[:, tiles.columns(k, d, half)]
+                plgpu.copy_gmem_to_smem(source, parts.at[k, half], ready)
 
     def fetch(token, at, barrier):
         here = pl.ds(token, TOKENS)
-        for k, half in pieces:
-            source = streams_ref.at[here, tiles.columns(k, d, half)]
-            plgpu.copy_gmem_to_smem(source, wide.at[at, k, half], barrier)
-        for half in range(HALVES):
-            source = out_ref.at[here, tiles.columns(0, d, half)]
-            plgpu.copy_gmem_to_smem(source, wide.at[at, n, half], barrier)
+
+        @pl.loop(0, HALVES)
+        def _(half):
+            for number, (source, k) in enumerate(sources):
+                piece = source.at[here, tiles.columns(k, d, half)]
+                plgpu.copy_gmem_to_smem(piece, wide.at[at, number, half], barrier)
+
         plgpu.copy_gmem_to_smem(mixing_ref.at[:, here], rows.at[at], barrier)
+
+    def one_half(at, half, sums):
+        squares, mixed_squares = sums
+        new = new_streams(rows, wide, at, n, half)
+        mixed = 0.0
+        for k in range(n):
+            wide[at, k, half] = new[k]
+            value = new[k].astype(jnp.float32)
+            squares += (value * value).sum(axis=1)
+            mixed += tiles.per_token(rows, at, k) * value
+        return squares, mixed_squares + (mixed * mixed).sum(axis=1)
 
     def work(token, at, state):
         here = pl.ds(token, TOKENS)
         block = lax.axis_index("slice")
-        squares, mixed_squares = [], []
-        for half in range(HALVES):
-            new = new_streams(rows, wide, at, n, half)
-            mixed = 0.0
-            for k in range(n):
-                wide[at, k, half] = new[k]
-                value = new[k].astype(jnp.float32)
-                squares.append((value * value).sum(axis=1))
-                mixed += tiles.per_token(rows, at, k) * value
-            mixed_squares.append((mixed * mixed).sum(axis=1))
+        zeros = plgpu.layout_cast(jnp.zeros((TOKENS,), jnp.float32), tiles.BY_TOKEN)
+        sums = lax.fori_loop(0, HALVES, functools.partial(one_half, at), (zeros, zeros))
         plgpu.commit_smem()
-        for k, half in pieces:
-            plgpu.copy_smem_to_gmem(
-                wide.at[at, k, half], new_ref.at[here, tiles.columns(k, d, half)]
-            )
+
+        @pl.loop(0, HALVES)
+        def _(half):
+            for k in range(n):
+                piece = new_ref.at[here, tiles.columns(k, d, half)]
+                plgpu.copy_smem_to_gmem(wide.at[at, k, half], piece)
 
         def multiply(accumulator):
             for k, half in pieces:
@@ -151,8 +147,8 @@ def _kernel(
         product = pl.run_scoped(multiply, plgpu.ACC((TOKENS, PARTS * count), jnp.float32))
         high, middle, low = (product[:, i * count : (i + 1) * count] for i in range(PARTS))
         product_ref[block, here] = low + middle + high
-        squares_ref[block, 0, here] = sum(squares[1:], squares[0])
-        squares_ref[block, 1, here] = sum(mixed_squares[1:], mixed_squares[0])
+        for i, values in enumerate(sums):
+            squares_ref[block, i, here] = values
         return state
 
     def carry():
@@ -167,8 +163,8 @@ def new_streams(rows: Any, wide: Any, at: jax.Array, n: int, half: int) -> list[
 
     Rows 0 .. K - 1 of the place are `mixing`.
     """
-    old = [wide[at, j, half].astype(jnp.float32) for j in range(n)]
-    out = wide[at, n, half].astype(jnp.float32)
+    old = [tiles.piece(wide.at[at, j, half]) for j in range(n)]
+    out = tiles.piece(wide.at[at, n, half])
     result = []
     for k in range(n):
         total = tiles.per_token(rows, at, n + k) * out

@@ -98,13 +98,12 @@ def _forward(static, streams, out, mixing, fn, norm_weight):
     d = out.shape[1]
     parts = jnp.concatenate(split_products.bfloat16_parts(fn.astype(jnp.float32), 3))
     kernel = functools.partial(mosaic_gpu_forward.write, interpret=static.interpret)
-    new, product, (squares, mixed_squares) = _cut(
-        out.shape[0],
-        (0, 0, 1),
-        jax.custom_batching.sequential_vmap(kernel)(
-            *_whole(streams, out), _whole(mixing.T)[0].T, parts
-        ),
+    results = jax.custom_batching.sequential_vmap(kernel)(
+        *_whole(streams, out), _whole(mixing.T)[0].T, parts
     )
+    new, product, sums = _cut(out.shape[0], (0, 0, 1), results)
+    # Or the sums over blocks might be made for every channel of the mix again.
+    new, product, (squares, mixed_squares) = lax.optimization_barrier((new, product, sums))
     inverse = lax.rsqrt(mixed_squares / d + static.norm_eps)
     mixed = 0.0
     for k, weights in enumerate(mixing[: new.shape[1] // d]):
@@ -119,6 +118,8 @@ def _backward(static, residuals, grads):
     streams, out, mixing, fn, norm_weight, new, x, inverse = residuals
     grad_new, grad_x, grad_product, grad_squares = grads
     mean = jnp.mean(grad_x.astype(jnp.float32) * x.astype(jnp.float32), axis=1)
+    # A reduction of its own, not a loop of one thread in what stacks the rows.
+    mean = lax.optimization_barrier(mean)
     rows = jnp.stack([inverse, -inverse * inverse * mean, 2 * grad_squares])
     kernel = functools.partial(mosaic_gpu_backward.gradients, interpret=static.interpret)
     grad_streams, grad_out, grad_mixing, grad_norm = jax.custom_batching.sequential_vmap(kernel)(

@@ -197,6 +197,11 @@ class Tiling:
         return lax.rem(tile, WARPGROUPS * self.places)
 
 
+def piece(ref: Any) -> jax.Array:
+    """A piece in float32; every thread holds the same places of all pieces."""
+    return plgpu.load(ref, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
+
+
 def per_token(rows: Any, at: jax.Array, number: int) -> jax.Array:
     """Row `number` of a place, over a piece: float32[64, 32]."""
     values = plgpu.load(rows.at[at, number], layout=BY_TOKEN)

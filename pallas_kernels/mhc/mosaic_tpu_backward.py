@@ -34,7 +34,9 @@ from pallas_kernels.mhc.tpu_plan import Operands, Plan, call, columns_of, split
 _TOKENWISE = ("streams", "out", "mixing", "saved", "grad_streams", "grad_x", "grad_made")
 
 
-def gradients(plan: Plan, operands: Operands, saved: jax.Array | None, grads: Operands) -> Operands:
+def gradients(
+    plan: Plan, operands: Operands, saved: jax.Array | None, grads: Operands
+) -> Operands:
     """Gradients of the operands of `mosaic_tpu._differentiable`.
 
     Args:

@@ -10,12 +10,16 @@ import pytest
 from pallas_kernels import hopper as hopper_device
 from pallas_kernels import mhc
 from pallas_kernels._compat import InterpretGPUParams
-from pallas_kernels.mhc import mosaic_gpu, reference
-from pallas_kernels.mhc.cases import CASES
+from pallas_kernels.mhc import mosaic_gpu, mosaic_gpu_pass, mosaic_gpu_tiles, reference
+from pallas_kernels.mhc.cases import CASES, Case
 from tests.pallas_kernels.test_mhc_mosaic_tpu import arrays, cotangents_of, with_gradients
 
 ON_GPU = jax.default_backend() == "gpu"
 EPS = 1e-6
+slow = pytest.mark.slow
+recent = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11), reason="the kernels are for jax 0.11 and later"
+)
 
 
 def kernel(sweeps):
@@ -86,6 +90,98 @@ def test_compiles_for_hopper(hopper, n, sweeps):
     run = with_gradients(functools.partial(mosaic_gpu.sinkhorn, sweeps=sweeps, eps=EPS))
     text = hopper.compile(run, shape, shape).as_text()
     assert text.count("mosaic_gpu") >= 2
+
+
+def passed(sweeps):
+    """`write_read` in kernels, whatever the number of tokens."""
+    if ON_GPU:
+        interpret, balance = None, mosaic_gpu.sinkhorn
+    else:
+        interpret, balance = InterpretGPUParams(detect_races=True), reference.sinkhorn
+    return functools.partial(
+        mosaic_gpu_pass.write_read, sinkhorn_iters=sweeps, balance=balance, interpret=interpret
+    )
+
+
+def bfloat16_case(streams, channels, tokens):
+    """(arguments of `write_read`, gradients of its results, sweeps), streams in bfloat16."""
+    case = Case((tokens,), streams, channels, 2)
+    args, keywords = arrays("write_read", case, jnp.bfloat16)
+    expected = functools.partial(reference.write_read, **keywords)
+    return args, cotangents_of(expected, args), keywords["sinkhorn_iters"]
+
+
+def whole(x):
+    return jax.tree.map(lambda a: a.astype(jnp.float32), x)
+
+
+@recent
+@pytest.mark.parametrize(
+    "streams, channels, tokens, one_block",
+    [
+        (2, 64, 69, False),
+        pytest.param(4, 64, 200, False, marks=slow),
+        pytest.param(2, 128, 130, False, marks=slow),
+        # Every place of the rings is filled several times, and the last round is not full.
+        pytest.param(2, 64, 7 * 64 - 5, True, marks=slow),
+        pytest.param(4, 192, 5 * 64, True, marks=slow),
+    ],
+)
+def test_pass_is_as_exact_as_the_reference(streams, channels, tokens, one_block, monkeypatch):
+    """Errors of both in bfloat16, against the reference in float32."""
+    if one_block:
+        monkeypatch.setattr(mosaic_gpu_tiles, "_MULTIPROCESSORS", 1)
+    args, grads, sweeps = bfloat16_case(streams, channels, tokens)
+    definition = with_gradients(functools.partial(reference.write_read, sinkhorn_iters=sweeps))
+    ours = jax.jit(with_gradients(passed(sweeps)))(grads, *args)
+    theirs = jax.jit(definition)(grads, *args)
+    exact = jax.jit(definition)(whole(grads), *whole(args))
+    for actual, other, truth in zip(*map(jax.tree.leaves, (ours, theirs, exact)), strict=True):
+        assert actual.dtype == other.dtype and actual.shape == other.shape
+        truth = np.asarray(truth, np.float64)
+        error, allowed = (np.abs(np.asarray(x, np.float64) - truth) for x in (actual, other))
+        slack = 1e-6 * np.abs(truth).max()
+        assert error.max() <= 1.5 * allowed.max() + slack
+        assert (error**2).mean() ** 0.5 <= 1.5 * (allowed**2).mean() ** 0.5 + slack
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+@pytest.mark.parametrize("streams, channels, tokens", [(4, 1024, 4096), (2, 320, 5001)])
+def test_pass_on_the_gpu_is_deterministic(streams, channels, tokens):
+    args, grads, sweeps = bfloat16_case(streams, channels, tokens)
+    both = jax.jit(with_gradients(passed(sweeps)))
+    jax.tree.map(np.testing.assert_array_equal, both(grads, *args), both(grads, *args))
+
+
+@recent
+@pytest.mark.skipif(ON_GPU, reason="kernels are called otherwise")
+def test_which_streams_are_passed_over_in_kernels():
+    def kernels(streams, channels, tokens, dtype=jnp.bfloat16, mapped=False):
+        shape = (tokens,)
+        args, keywords = arrays("write_read", Case(shape, streams, channels, 1), dtype)
+        op = functools.partial(mosaic_gpu.write_read, interpret=InterpretGPUParams(), **keywords)
+        if mapped:
+            op, args = jax.vmap(op), jax.tree.map(lambda x: jnp.stack([x, x]), args)
+        return "mhc_write" in str(jax.make_jaxpr(op)(*args))
+
+    assert kernels(4, 64, 256) and kernels(2, 192, 300) and kernels(2, 64, 256, mapped=True)
+    assert not kernels(4, 64, 256, jnp.float32)
+    assert not any(kernels(*case) for case in [(3, 64, 256), (8, 64, 256), (4, 96, 256)])
+    assert not kernels(4, 64, 255)
+
+
+@slow
+@pytest.mark.parametrize("streams, channels, tokens", [(4, 1024, 2048), (2, 64, 300)])
+def test_pass_compiles_for_hopper(recent_hopper, streams, channels, tokens, monkeypatch, capfd):
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    args, grads, sweeps = bfloat16_case(streams, channels, tokens)
+    run = functools.partial(
+        mosaic_gpu_pass.write_read, sinkhorn_iters=sweeps, balance=mosaic_gpu.sinkhorn
+    )
+    text = recent_hopper.compile(with_gradients(run), grads, *args).as_text()
+    assert text.count('custom_call_target="mosaic_gpu') == 4
+    said = "".join(capfd.readouterr())
+    assert said.count("0 bytes spill stores, 0 bytes spill loads") == said.count("spill stores") > 0
 
 
 @pytest.mark.parametrize("n, sweeps", [(9, 2), (4, 57)])
