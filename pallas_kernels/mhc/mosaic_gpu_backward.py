@@ -103,6 +103,7 @@ def gradients(
 def _kernel(
     tiling,
     n,
+    go,
     streams_ref,
     out_ref,
     grad_new_ref,
@@ -121,8 +122,6 @@ def _kernel(
     rows,
     fn,
     weight,
-    full,
-    free,
     ready,
 ):
     d, count = tiling.channels, tiling.rows - 3
@@ -242,7 +241,7 @@ def _kernel(
             target = norms_ref.at[lax.axis_index("run"), lax.axis_index("wg"), :, own(half)]
             target[...] = norms[half]
 
-    tiling.go(full, free, begin, fetch, work, carry, end)
+    go(begin, fetch, work, carry, end)
 
 
 def _mixed(weights: list[jax.Array], values: list[jax.Array]) -> jax.Array:

@@ -78,6 +78,7 @@ def write(
 def _kernel(
     tiling,
     n,
+    go,
     streams_ref,
     out_ref,
     mixing_ref,
@@ -89,8 +90,6 @@ def _kernel(
     wide,
     rows,
     parts,
-    full,
-    free,
     ready,
 ):
     d, count = tiling.channels, tiling.rows
@@ -155,7 +154,7 @@ def _kernel(
         plgpu.barrier_wait(ready)
         return ()
 
-    tiling.go(full, free, begin, fetch, work, carry, lambda state: None)
+    go(begin, fetch, work, carry, lambda state: None)
 
 
 def new_streams(rows: Any, wide: Any, at: jax.Array, n: int, half: int) -> list[jax.Array]:

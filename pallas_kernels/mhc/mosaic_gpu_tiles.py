@@ -13,6 +13,7 @@ each run and warpgroup; XLA adds them in a fixed order.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -96,11 +97,11 @@ class Tiling:
         arrays: Sequence[jax.Array],
         scratch: dict[str, Any],
     ) -> Sequence[jax.Array]:
-        """Runs `body(*references of arrays and results, **scratch)`.
+        """Runs `body(go, *references of arrays and results, **scratch)`.
 
         Beside what is named in `scratch` it is given `wide` bfloat16[places, wide, 2, 64, 32],
-        `narrow` (where there are any), `rows` float32[places, rows, 64] and the barriers `full` and
-        `free`; every second place is the second warpgroup's.
+        `narrow` bfloat16[places, narrow, 64, 32] where there are any, and `rows`
+        float32[places, rows, 64]. It calls `go` with all arguments of `_go` that are functions.
         """
         places = WARPGROUPS * self.places
         memory = dict(
@@ -113,8 +114,14 @@ class Tiling:
         )
         if self.narrow:
             memory["narrow"] = tiled(places, self.narrow, TOKENS, PIECE)
+
+        def begun(run_ref, *refs, full, free, **memory):
+            body(functools.partial(self._go, run_ref, full, free), *refs, **memory)
+
+        # The length of a run is no constant to the compiler, which would unroll short ones.
+        run = jnp.full((1,), pl.cdiv(self.tiles, self.runs), jnp.int32)
         return plgpu.kernel(
-            body,
+            begun,
             out_type=tuple(results),
             grid=(self.slices, self.runs),
             grid_names=("slice", "run"),
@@ -123,10 +130,11 @@ class Tiling:
             scratch_types=memory | scratch,
             interpret=self.interpret,
             kernel_name=name,
-        )(*arrays)
+        )(run, *arrays)
 
-    def go(
+    def _go(
         self,
+        run_ref: Any,
         full: Any,
         free: Any,
         begin: Callable[[], None],
@@ -138,6 +146,7 @@ class Tiling:
         """What a block does.
 
         Args:
+            run_ref: int32[1] in main memory, tiles of a run.
             full: barriers, one a place: all copies into it have arrived.
             free: barriers, one a place: it may be overwritten.
             begin: starts copies of what all tokens share.
@@ -147,9 +156,8 @@ class Tiling:
             end: (carry at the end) -> stores it.
         """
         warpgroup = lax.axis_index("wg")
-        per_run = pl.cdiv(self.tiles, self.runs)
-        first = lax.axis_index("run") * per_run
-        count = jnp.clip(self.tiles - first, 0, per_run)
+        first = lax.axis_index("run") * run_ref[0]
+        count = jnp.clip(self.tiles - first, 0, run_ref[0])
 
         places = WARPGROUPS * self.places
 
