@@ -26,6 +26,8 @@ PARTS = 2
 _INVERSE, _FALL, _STRETCH = range(3)
 
 
+# Jitted, so that all sublayers of a model share what the kernel was lowered to.
+@functools.partial(jax.jit, static_argnames="interpret")
 def gradients(
     streams: jax.Array,
     out: jax.Array,

@@ -23,6 +23,8 @@ from pallas_kernels.mhc.mosaic_gpu_tiles import CHANNELS, HALVES, PIECE, TOKENS,
 PARTS = 3
 
 
+# Jitted, so that all sublayers of a model share what the kernel was lowered to.
+@functools.partial(jax.jit, static_argnames="interpret")
 def write(
     streams: jax.Array,
     out: jax.Array,
