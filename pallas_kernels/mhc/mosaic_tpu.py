@@ -35,7 +35,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import tpu
 from pallas_kernels.mhc import mosaic_tpu_backward, reference, tpu_coefficients
-from pallas_kernels.mhc.tpu_plan import Operands, Plan, call, columns_of, split
+from pallas_kernels.mhc.tpu_plan import Operands, Plan, call, columns_of
+from pallas_kernels.split_products import bfloat16_parts
 
 Coefficients = reference.Coefficients
 
@@ -216,7 +217,7 @@ _TOKENWISE = ("streams", "out", "mixing")
 def _projection(plan: Plan, fn: jax.Array) -> jax.Array:
     """fn as the kernel multiplies by it: [n*d, columns], padded to whole lanes."""
     if plan.dtype == jnp.bfloat16:
-        fn = jnp.concatenate(split(fn, 3), axis=0)
+        fn = jnp.concatenate(bfloat16_parts(fn, 3), axis=0)
     return jnp.pad(fn, ((0, plan.projection_columns - fn.shape[0]), (0, 0))).T
 
 

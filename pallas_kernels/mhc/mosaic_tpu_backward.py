@@ -29,7 +29,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import tpu
 from pallas_kernels.mhc import tpu_coefficients
-from pallas_kernels.mhc.tpu_plan import Operands, Plan, call, columns_of, split
+from pallas_kernels.mhc.tpu_plan import Operands, Plan, call, columns_of
+from pallas_kernels.split_products import bfloat16_parts
 
 _TOKENWISE = ("streams", "out", "mixing", "saved", "grad_streams", "grad_x", "grad_made")
 
@@ -136,7 +137,7 @@ def _stacked(plan: Plan, fn: jax.Array) -> jax.Array:
     """
     if plan.dtype != jnp.bfloat16:
         return fn
-    first, second = split(fn, 2)
+    first, second = bfloat16_parts(fn, 2)
     return jnp.concatenate([first, second, first], axis=0)
 
 

@@ -168,17 +168,6 @@ def _group(dtype: Any) -> int:
     return tpu.SUBLANES * 4 // jnp.dtype(dtype).itemsize
 
 
-def split(values: jax.Array, parts: int) -> list[jax.Array]:
-    """float32 values as a sum of so many bfloat16 ones, the largest first."""
-    result = []
-    for _ in range(parts):
-        # Not a cast there and back, which XLA may take for nothing.
-        rounded = lax.reduce_precision(values, exponent_bits=8, mantissa_bits=7)
-        result.append(rounded.astype(jnp.bfloat16))
-        values = values - rounded
-    return result
-
-
 def columns_of(
     plan: Plan, mixing: Any, rows: Any
 ) -> tuple[list[jax.Array], list[jax.Array], list[list[jax.Array]]]:

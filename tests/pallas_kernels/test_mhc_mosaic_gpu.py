@@ -15,6 +15,7 @@ from pallas_kernels.mhc.cases import CASES, Case
 from tests.pallas_kernels.test_mhc_mosaic_tpu import arrays, cotangents_of, with_gradients
 
 ON_GPU = jax.default_backend() == "gpu"
+pytestmark = pytest.mark.usefixtures("no_races")
 EPS = 1e-6
 slow = pytest.mark.slow
 recent = pytest.mark.skipif(
