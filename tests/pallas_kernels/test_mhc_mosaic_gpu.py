@@ -135,7 +135,9 @@ def test_pass_is_as_exact_as_the_reference(streams, channels, tokens, one_block,
     args, grads, sweeps = bfloat16_case(streams, channels, tokens)
     definition = with_gradients(functools.partial(reference.write_read, sinkhorn_iters=sweeps))
     ours = jax.jit(with_gradients(passed(sweeps)))(grads, *args)
-    theirs = jax.jit(definition)(grads, *args)
+    # Or a GPU's compiler would mix, project and square new streams before they are rounded.
+    rounding = {"xla_allow_excess_precision": False}
+    theirs = jax.jit(definition, compiler_options=rounding)(grads, *args)
     exact = jax.jit(definition)(whole(grads), *whole(args))
     for actual, other, truth in zip(*map(jax.tree.leaves, (ours, theirs, exact)), strict=True):
         assert actual.dtype == other.dtype and actual.shape == other.shape
