@@ -3,8 +3,9 @@
     python -m pallas_kernels.bench --op=sinkhorn --case=E1 --case=E2 --json=lines.json
 
 An op takes part when `pallas_kernels/<op>/cases.py` has BENCHMARKS and a function `benchmark(name)`
-that returns a `measure.Benchmark`. The ceilings are measured in the same run; a line's floor is the
-time that its FLOPs or its bytes take at them, whichever is longer. `--rivals=MODULE` adds code from
+that returns a `measure.Benchmark`. The ceilings (products in bfloat16 and in FP8, a copy) are
+measured in the same run; a line's floor is the time that its FLOPs or its bytes take at them,
+whichever is longer. `--rivals=MODULE` adds code from
 outside of this package: `MODULE.RIVALS[op](name)` returns more `measure.Variant`s by name, or
 `measure.Foreign`s. `--tune` times the configurations of the cases' kernels instead, and records the
 fastest: see `pallas_kernels.tuning`.
@@ -205,9 +206,8 @@ def _lines(plan: list[_Case], ceilings: measure.Ceilings, budget: float):
         for line in case.lines:
             result = _time(line, expected, budget)
             if "ms" in result:
-                variant = line.variant
-                floor = max(variant.flops / ceilings.matmul, variant.bytes / ceilings.copy)
-                result |= {"floor_ms": floor * 1e3, "fraction": floor * 1e3 / result["ms"]}
+                floor = ceilings.floor(line.variant) * 1e3
+                result |= {"floor_ms": floor, "fraction": floor / result["ms"]}
             yield {**line.names, **result}
 
 
@@ -247,11 +247,12 @@ def _report(chosen: argparse.Namespace, plan: list[_Case]) -> int:
         "device": jax.devices()[0].device_kind,
         "jax": jax.__version__,
         "matmul_flops": ceilings.matmul,
+        "fp8_flops": ceilings.fp8,
         "copy_bytes": ceilings.copy,
     }
     print(
         f"{where['device']}, jax {jax.__version__}: matmul {ceilings.matmul / 1e12:.2f} TFLOP/s "
-        f"bf16, copy {ceilings.copy / 1e9:.0f} GB/s"
+        f"bf16 and {ceilings.fp8 / 1e12:.2f} fp8, copy {ceilings.copy / 1e9:.0f} GB/s"
     )
     header = ("case", "variant", "implementation", "ms", "fraction", "error")
     print(_COLUMNS.format(**{name: name for name in header}))

@@ -28,6 +28,8 @@ class Variant:
         tolerance: largest `error` against the reference that is allowed.
         repeats: times that the function does the work, where once takes no longer than to start it;
             flops and bytes are those of one.
+        fp8: whether e4m3 represents the factors of its products exactly: the ceiling of its FLOPs
+            is that of FP8.
     """
 
     function: Callable[[Any], Callable[..., Any]]
@@ -36,6 +38,7 @@ class Variant:
     bytes: float
     tolerance: float
     repeats: int = 1
+    fp8: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +49,7 @@ class Foreign:
         start: starts one call, and returns its result.
         wait: waits until a result is there.
         convert: result -> arrays as the reference has them.
-        flops, bytes, tolerance: as for `Variant`.
+        flops, bytes, tolerance, fp8: as for `Variant`.
     """
 
     start: Callable[[], Any]
@@ -55,6 +58,7 @@ class Foreign:
     flops: float
     bytes: float
     tolerance: float
+    fp8: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,10 +77,21 @@ class Benchmark:
 
 
 class Ceilings(NamedTuple):
-    """Measured on this device: bf16 matrix product in FLOP/s, copy (read + write) in bytes/s."""
+    """Measured on this device.
+
+    Attributes:
+        matmul: bfloat16 matrix product, FLOP/s.
+        fp8: e4m3 matrix product, FLOP/s; without such units it is what XLA makes of it there.
+        copy: read and write, bytes/s.
+    """
 
     matmul: float
+    fp8: float
     copy: float
+
+    def floor(self, work: Variant | Foreign) -> float:
+        """Seconds that the FLOPs or the bytes of `work` take, whichever are more."""
+        return max(work.flops / (self.fp8 if work.fp8 else self.matmul), work.bytes / self.copy)
 
 
 def seconds(
@@ -145,17 +160,25 @@ def repeated(function: Callable[..., Any], repeats: int) -> Callable[..., Any]:
 
 
 def ceilings(budget: float = 2.0) -> Ceilings:
-    """Measures both in about `budget` seconds each; smaller sizes on CPU, to try things out."""
+    """Measures each in about `budget` seconds; smaller sizes on CPU, to try things out."""
     cpu = jax.default_backend() == "cpu"
     n = 512 if cpu else 8192
     a, b = (jax.random.normal(key, (n, n), jnp.bfloat16) for key in jax.random.split(_key()))
     product = jax.jit(lambda a, b: a @ b)
+    small_a, small_b = (x.astype(jnp.float8_e4m3fn) for x in (a, b))
     x = jax.random.normal(_key(), (2**22 if cpu else 2**28,), jnp.float32)
     copy = jax.jit(lambda x: x + 1)
     return Ceilings(
         2 * n**3 / seconds(product, a, b, budget=budget),
+        2 * n**3 / seconds(jax.jit(rows_by_rows), small_a, small_b, budget=budget),
         8 * x.size / seconds(copy, x, budget=budget),
     )
+
+
+def rows_by_rows(a: jax.Array, b: jax.Array) -> jax.Array:
+    """a b^T in bfloat16: what tensor cores take in e4m3 without a transposition before."""
+    dimensions = (((1,), (1,)), ((), ()))
+    return jax.lax.dot_general(a, b, dimensions, preferred_element_type=jnp.bfloat16)
 
 
 def error(result: Any, expected: Any) -> float:

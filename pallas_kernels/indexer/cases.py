@@ -197,6 +197,7 @@ def benchmark(name: str) -> Benchmark:
             bytes=float(k.nbytes) if work.packed else 0.0,
             # Gradients of integers are rounded to bfloat16 between their two products.
             tolerance=5e-3 if work.function == "gradients" else 0.0,
+            fp8=on_grid,
         )
 
     variants = {"bfloat16": variant(False)}

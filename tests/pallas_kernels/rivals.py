@@ -161,6 +161,7 @@ def deep_gemm(name: str) -> dict[str, Foreign]:
             flops=variant.flops,
             bytes=variant.bytes,
             tolerance=1e-3,
+            fp8=True,
         )
     }
 

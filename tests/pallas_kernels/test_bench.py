@@ -6,6 +6,7 @@ import threading
 import time
 import types
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -28,6 +29,43 @@ def test_lines(tmp_path, capsys):
     for row in rows:
         assert row["ms"] > 0 and 0 < row["fraction"] and row["error"] < 1e-4
     assert "sinkhorn small" in capsys.readouterr().out
+
+
+def test_floor_is_that_of_the_ceiling_that_binds():
+    ceilings = measure.Ceilings(matmul=4.0, fp8=8.0, copy=2.0)
+
+    def floor(flops, bytes_, **fp8):
+        return [
+            ceilings.floor(measure.Variant(None, (), flops, bytes_, 0.0, **fp8)),
+            ceilings.floor(measure.Foreign(None, None, None, flops, bytes_, 0.0, **fp8)),
+        ]
+
+    assert floor(24.0, 2.0) == [6.0] * 2
+    assert floor(24.0, 2.0, fp8=True) == [3.0] * 2
+    assert floor(24.0, 14.0) == [7.0] * 2
+
+
+def test_products_on_the_grid_have_the_ceiling_of_fp8(tmp_path, capsys):
+    lines = tmp_path / "lines.json"
+    flags = ["--op=indexer", "--implementation=xla", "--budget=0.01", f"--json={lines}"]
+    assert bench.main(flags) == 0
+    assert " fp8, copy" in capsys.readouterr().out
+    rows = {row["variant"]: row for row in map(json.loads, lines.read_text().splitlines())}
+    flops = 2.0 * 64 * 512 * 32 * 128
+    for variant, ceiling in (("bfloat16", "matmul_flops"), ("on_grid", "fp8_flops")):
+        row = rows[variant]
+        np.testing.assert_allclose(row["floor_ms"], flops / row[ceiling] * 1e3)
+        np.testing.assert_allclose(row["fraction"], row["floor_ms"] / row["ms"])
+
+
+def test_ceiling_of_fp8_is_a_product_of_fp8(hopper):
+    factor = jax.ShapeDtypeStruct((8192, 8192), jnp.float8_e4m3fn)
+    options = {"xla_gpu_enable_triton_gemm": False, "xla_gpu_autotune_level": 0}
+    program = hopper.compile(
+        measure.rows_by_rows, factor, factor, compiler_options=options
+    ).as_text()
+    assert "__cublas$lt$matmul$f8" in program
+    assert not any(word in program for word in (" convert(", " transpose("))
 
 
 def test_cases_are_named_on_the_command_line(tmp_path):
