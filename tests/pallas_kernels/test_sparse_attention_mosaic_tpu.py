@@ -112,6 +112,9 @@ def check_gradients(args, keywords, interpreted, *, quick=False):
         else:
             # `out` reaches the backward pass rounded.
             own = 1.0 if plain is None else relative(plain, exact)
+            if gradient.ndim == 1:
+                # The sink's few numbers may happen to be nearer than bfloat16 rounds.
+                own = max(own, 2.0**-8)
             assert error <= 1e-2 and error <= 1.5 * own + 2e-3
 
 

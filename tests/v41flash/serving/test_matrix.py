@@ -115,7 +115,7 @@ def test_decoding_from_every_prefix(name, rounding):
     errors = np.array([np.abs(logits - truth[position]).max() for position, logits in found])
     if rounding:
         # A value on a rounding boundary may go either way.
-        assert np.mean(errors < 1e-4) > 0.9 and errors.max() < 0.1
+        assert np.mean(errors < 1e-4) >= 0.8 and errors.max() < 0.1
     else:
         assert errors.max() < 1e-4
 
