@@ -20,9 +20,9 @@ from jax import lax
 from pallas_kernels.chunking import devices, platform
 
 # Rows of x below which reading the weights takes longer than multiplying, in parts three times as
-# long: a decoding step of one sequence took 11.8 ms with all products split, 9.8 with none (H200,
-# two calls).
-_FEW_ROWS = 256
+# long: a decoding step of one sequence took 11.8 ms with all products split, 9.8 with none; one of
+# 56 sequences 9 ms less with all split (H200, two calls each).
+_FEW_ROWS = 32
 
 
 def einsum(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:

@@ -316,7 +316,7 @@ def serving_step(
 
     Args:
         program: "decode" (a token of every sequence) or "prefill" (the encoder over `chunk`).
-        settings: of the model and its kernels.
+        settings: of the model and its kernels; weights are packed where it is published so.
         mesh: all of its devices on the `expert` axis.
         sequences: of all devices together.
         tokens: that a sequence's pages have room for.
@@ -328,7 +328,9 @@ def serving_step(
             f"--sequences={sequences} and the model's {settings.model.n_routed_experts} experts "
             f"must be multiples of the {devices} devices, --tokens={tokens} of {PAGE_TOKENS}"
         )
-    config = dataclasses.replace(settings.model, weight_form="packed", activation_format="fp8")
+    config = settings.model
+    if config.quantization_config:
+        config = dataclasses.replace(config, weight_form="packed", activation_format="fp8")
     model = Model(config, settings.kernels)
     pages = tokens // PAGE_TOKENS
 

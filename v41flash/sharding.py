@@ -230,9 +230,10 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(rules["batch"], rules["length"]))
 
 
-def _remedy(path: Any) -> str:
+def _remedy(path: Any, sharding: NamedSharding) -> str:
     if jax.tree_util.keystr(path).endswith("['table']"):
-        return "; model.engram_row_multiple fills the table up"
+        parts = math.prod(sharding.mesh.shape[axis] for axis in sharding.spec[0])
+        return f"; model.engram_row_multiple={parts} fills the table up"
     return ""
 
 
@@ -258,7 +259,8 @@ def param_shardings(boxed: Any, mesh: Mesh) -> Any:
         except ValueError as error:
             raise InputError(
                 f"parameter {jax.tree_util.keystr(path)} of shape {leaf.shape} does not divide "
-                f"over mesh axes {sharding.spec} of sizes {dict(mesh.shape)}{_remedy(path)}"
+                f"over mesh axes {sharding.spec} of sizes {dict(mesh.shape)}"
+                f"{_remedy(path, sharding)}"
             ) from error
 
     jax.tree_util.tree_map_with_path(check, abstract, shardings)

@@ -44,6 +44,7 @@ def compiled(folder, *arguments):
 @needs_compiler
 def test_step_compiles_for_an_absent_pod(tmp_path):
     sizes = ["--config.mesh.data=1", "--config.mesh.fsdp=2", "--config.mesh.expert=2"]
+    sizes += ["--config.model.engram_row_multiple=4"]
     report = compiled(tmp_path, CONFIG, "--topology=v5p:2x2x1", "--stage=1", *sizes)
     assert report["devices"] == 4 and report["device_kind"] == "TPU v5"
     assert 0 < report["parameter_bytes"] < report["peak_bytes"] < report["hbm_bytes"]
@@ -67,6 +68,7 @@ def test_small_compiles_with_its_kernels_for(topology, program, tmp_path):
     if program == "train":
         arguments += ["--stage=1", "--config.mesh.data=1", "--config.mesh.expert=2"]
         arguments += [f"--config.mesh.context={devices // 2}"]
+        arguments += [f"--config.model.engram_row_multiple={devices}"]
     else:
         arguments += ["--tokens=65536"]
     report = compiled(tmp_path, *arguments)

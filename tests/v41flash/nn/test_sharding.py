@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +15,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from tests import mesh_gathers
 from tests.v41flash.nn import samples
 from v41flash import sharding
+from v41flash.errors import InputError
 from v41flash.nn import ced
 
 # The first alone is cheap enough for every run of the tests.
@@ -25,6 +27,16 @@ MESHES = (
     {"fsdp": 4, "tensor": 2},
 )
 B, T = 8, 24
+
+
+def test_a_table_that_does_not_divide_names_the_remedy():
+    mesh = AbstractMesh((1, 2, 2, 1, 1), ("data", "fsdp", "expert", "context", "tensor"))
+    table = nn.LogicallyPartitioned(jnp.zeros((10, 8)), ("table_rows", None))
+    with pytest.raises(InputError, match="table.*; model.engram_row_multiple=4 fills"):
+        sharding.param_shardings({"table": table}, mesh)
+    with pytest.raises(InputError, match="experts.*'tensor': 1}$"):
+        experts = nn.LogicallyPartitioned(jnp.zeros((3, 8)), ("experts", None))
+        sharding.param_shardings({"experts": experts}, mesh)
 
 
 @pytest.mark.parametrize(
