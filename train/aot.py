@@ -8,8 +8,9 @@ the compiler names them: v5e:16x16, v5p:8x8x8, v6e:16x16, tpu7x:8x8x8.
 
 Other flags: --stage=N compiles the step of a later stage of the configuration; --config.mesh.* and
 --config.train.accumulation lay it out. --program=decode and --program=prefill compile a step of
-serving instead, from the weights as they are published, with all devices on the expert axis
-(`v41flash.serving.spread`): --sequences=N of --tokens=N each, --chunk=N tokens a prefill step.
+serving instead, of the last stage's model, from the weights as they are published, with all devices
+on the expert axis (`v41flash.serving.spread`): --sequences=N of --tokens=N each, --chunk=N tokens a
+prefill step.
 --optimization=O0 (the default) lets the compiler spend little on the code of each operation, a
 ninth for a Newton-Schulz loop; what is computed, how it is laid out and what a device holds hardly
 depend on it. UNKNOWN is the compiler's own choice, which a run has.
@@ -100,6 +101,7 @@ class Report:
         hbm_bytes: of the device; 0 unknown.
         dot_flops: matrix products of a step, mean over devices; kernels by their cost estimates.
         collectives: kind -> {"bytes": received in a step, "times": how often}.
+        largest_copy: bytes and type of the largest array that a device copies as it is.
         kernels: op -> implementation that the program has -> why those before it declined.
         optimization: of the code, as the compiler was asked: of `OPTIMIZATION`.
         trace_seconds: to trace and lower.
@@ -124,6 +126,7 @@ class Report:
     hbm_bytes: int
     dot_flops: float
     collectives: dict[str, dict[str, float]]
+    largest_copy: tuple[int, str]
     kernels: dict[str, dict[str, list[str]]]
     optimization: str
     trace_seconds: float
@@ -162,6 +165,8 @@ class Report:
         for kind, count in sorted(self.collectives.items()):
             moved, times = count["bytes"] / 2**30, int(count["times"])
             lines.append((kind, f"{moved:.2f} GiB in {times} exchanges"))
+        copied, what = self.largest_copy
+        lines.append(("largest copy", f"{copied / 2**20:.1f} MiB {what}"))
         for op, names in sorted(self.kernels.items()):
             lines.append((op, ", ".join(names)))
         spent = (
@@ -255,8 +260,9 @@ def compile_program(
     ended = time.perf_counter()
     memory = compiled.memory_analysis()
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    text = compiled.as_text()
     moved: dict[str, dict[str, float]] = {}
-    for one in hlo.collectives(compiled.as_text()):
+    for one in hlo.collectives(text):
         total = moved.setdefault(one.kind, {"bytes": 0.0, "times": 0.0})
         total["bytes"] += one.bytes * one.times
         total["times"] += one.times
@@ -272,6 +278,7 @@ def compile_program(
         hbm_bytes=int(HBM_GIB.get(kind, 0) * 2**30),
         dot_flops=flops,
         collectives=moved,
+        largest_copy=hlo.largest_copy(text),
         kernels={
             op: {name: sorted(reasons) for name, reasons in names.items()}
             for op, names in heard.items()
@@ -329,6 +336,11 @@ def serving_step(
             f"must be multiples of the {devices} devices, --tokens={tokens} of {PAGE_TOKENS}"
         )
     config = settings.model
+    if any(rows % devices for rows in config.engram_table_rows):
+        raise InputError(
+            f"Engram tables of {config.engram_table_rows} rows must divide over {devices} devices: "
+            f"model.engram_row_multiple={devices} fills them up"
+        )
     if config.quantization_config:
         config = dataclasses.replace(config, weight_form="packed", activation_format="fp8")
     model = Model(config, settings.kernels)
@@ -380,7 +392,7 @@ def main(arguments: Sequence[str]) -> int:
         values = flags.FlagValues()
         topology = flags.DEFINE_string("topology", None, "What to compile for.", flag_values=values)
         output = flags.DEFINE_string("json", None, "File for the report.", flag_values=values)
-        stage = flags.DEFINE_integer("stage", 0, "Stage of the run.", flag_values=values)
+        stage = flags.DEFINE_integer("stage", None, "Stage of the run.", flag_values=values)
         program = flags.DEFINE_enum("program", "train", PROGRAMS, "Which.", flag_values=values)
         sequences = flags.DEFINE_integer(
             "sequences", 0, "Served at once; 0: one a device.", flag_values=values
@@ -393,9 +405,13 @@ def main(arguments: Sequence[str]) -> int:
         stages = stages_lib.resolve_stages(parse_config(arguments, values))
         if topology.value is None:
             raise InputError("--topology is missing: name one, such as --topology=v5p:8x8x8")
-        if not 0 <= stage.value < len(stages):
-            raise InputError(f"--stage={stage.value}: there are stages 0 to {len(stages) - 1}")
-        settings = stages[stage.value].settings
+        last = len(stages) - 1
+        number = stage.value
+        if number is None:
+            number = 0 if program.value == "train" else last
+        if not 0 <= number <= last:
+            raise InputError(f"--stage={number}: there are stages 0 to {last}")
+        settings = stages[number].settings
         devices = devices_of(topology.value)
         jax.config.update("jax_optimization_level", level.value)
         if program.value == "train":

@@ -105,6 +105,21 @@ def collectives(text: str) -> list[Collective]:
     return list(_walk(computations, entry, 1, ()))
 
 
+def largest_copy(text: str) -> tuple[int, str]:
+    """Bytes and type of the largest array that a compiled module copies as it is; (0, "") of none.
+
+    A change of layout is a copy; what a fusion or a kernel reads is not.
+    """
+    largest = 0, ""
+    for line in text.splitlines():
+        match = _INSTRUCTION.match(line)
+        if match and match[3] in ("copy", "copy-start"):
+            dtype, sizes = _ARRAY.search(match[2]).groups()
+            size = item_bytes(dtype) * math.prod(int(n) for n in sizes.split(",") if n)
+            largest = max(largest, (int(size), f"{dtype}[{sizes}]"))
+    return largest
+
+
 def _computations(text: str) -> tuple[dict[str, list[str]], str]:
     computations: dict[str, list[str]] = {}
     entry, current = "", None

@@ -65,13 +65,15 @@ def test_small_compiles_with_its_kernels_for(topology, program, tmp_path):
     """The sparse stage of the run in docs/results/small.md, and a decode step of 64K tokens."""
     devices = GENERATIONS[topology]
     arguments = ["--config=configs/small.py", f"--topology={topology}", f"--program={program}"]
+    arguments += [f"--config.model.engram_row_multiple={devices}"]
     if program == "train":
         arguments += ["--stage=1", "--config.mesh.data=1", "--config.mesh.expert=2"]
         arguments += [f"--config.mesh.context={devices // 2}"]
-        arguments += [f"--config.model.engram_row_multiple={devices}"]
     else:
         arguments += ["--tokens=65536"]
     report = compiled(tmp_path, *arguments)
     assert report["fits"] and report["devices"] == devices
-    assert set(report["kernels"]["sparse_attention"]) == {"mosaic_tpu"}
-    assert set(report["kernels"]["indexer.select"]) == {"mosaic_tpu"}
+    others = {op for op, found in report["kernels"].items() if set(found) != {"mosaic_tpu"}}
+    assert {"sparse_attention", "indexer.select", "mhc.write_read"} <= set(report["kernels"])
+    # Of pools whose ranges begin within a block: a branch that is chosen at run time.
+    assert others <= {"topk"}
