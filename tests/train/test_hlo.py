@@ -51,6 +51,19 @@ for word, notation in {
 MESH = AbstractMesh((2, 2, 2), ("a", "b", "c"))
 
 
+def test_largest_copy():
+    assert hlo.largest_copy(TEXT) == (0, "")
+    copies = """
+  %c = f32[8,4]{0,1} copy(%x)
+  %k = u8[512,128,68]{2,1,0:T(8,128)(4,1)} copy(%keys), metadata={op_name="copy"}
+  %s = (bf16[64,4]{1,0}, bf16[64,4]{1,0}, u32[]) copy-start(%y)
+  %f = f32[1024,1024]{1,0} fusion(%copy), kind=kLoop, calls=%fused_copy
+"""
+    assert hlo.largest_copy(TEXT + copies) == (512 * 128 * 68, "u8[512,128,68]")
+    compiled = jax.jit(lambda x: x.T.reshape(-1)).lower(jnp.zeros((6, 7), jnp.bfloat16)).compile()
+    assert hlo.largest_copy(compiled.as_text())[0] in (0, 84)
+
+
 def test_collectives_of_every_notation():
     found = {one.kind: one for one in hlo.collectives(TEXT) if one.elements != 128}
     assert set(found) == {"all-reduce", "all-gather", "collective-permute", "all-to-all"}

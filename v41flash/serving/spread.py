@@ -8,7 +8,6 @@ device. Page numbers count within a device's own pool.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -109,20 +108,23 @@ def on_mesh(function: Callable[..., Any], model: Model, mesh: Mesh, *arguments: 
             return function(model, *arguments)
 
     run = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=results, check_vma=False)
-    held = place(mesh, specs[0]), *map(functools.partial(_held, mesh), specs[1:], (state, *rest))
-    return jax.jit(run, donate_argnums=1, in_shardings=held, out_shardings=held[1:3])
+    layouts = {}
+    if mesh.devices.flat[0].platform == "tpu":
+        held = [_row_by_row(mesh, *pair) for pair in zip(specs[1:], (state, *rest), strict=True)]
+        inputs = place(mesh, specs[0]), *held
+        layouts = dict(in_shardings=inputs, out_shardings=tuple(held[:2]))
+    return jax.jit(run, donate_argnums=1, **layouts)
 
 
-def _held(mesh: Mesh, specs: Any, tree: Any) -> Any:
-    """How a state lies on the devices: shardings, and on TPUs packed rows one after the other.
+def _row_by_row(mesh: Mesh, specs: Any, tree: Any) -> Any:
+    """How a state lies on TPUs: shardings, and packed rows one after the other.
 
-    There a compiler that may choose puts the tokens of a page beside each other, and lays every
-    table out anew before it reads a row, and once more when it has added one.
+    A compiler that may choose puts the tokens of a page beside each other, lays every table out
+    anew before it reads a row, and once more when it has added one.
     """
-    tpu = mesh.devices.flat[0].platform == "tpu"
 
     def one(sharding: NamedSharding, leaf: Any) -> Any:
-        packed = tpu and leaf.dtype == jnp.uint8 and leaf.ndim == 3
+        packed = leaf.dtype == jnp.uint8 and leaf.ndim == 3
         return Format(Layout((0, 1, 2)), sharding) if packed else sharding
 
     return jax.tree.map(one, place(mesh, specs), tree)
