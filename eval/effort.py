@@ -30,6 +30,7 @@ from absl import flags  # noqa: E402
 
 from eval.tasks.asking import Asking  # noqa: E402
 from eval.tasks.verifiable import Problem, Task, open_task  # noqa: E402
+from v41flash import command_line  # noqa: E402
 from v41flash.effort import HIGHEST, LOWEST  # noqa: E402
 from v41flash.errors import InputError  # noqa: E402
 from v41flash.serving import Generator, Options  # noqa: E402
@@ -70,13 +71,7 @@ def parse(arguments: Sequence[str]) -> Arguments:
     flags.DEFINE_integer("batch_size", 256, "Sequences decoded together.", **least, **here)
     flags.DEFINE_integer("seed", 0, "Of the draws.", lower_bound=0, **here)
     flags.DEFINE_string("out", None, "Folder of the results.", **here)
-    try:
-        rest = values(["eval.effort", *arguments])
-        efforts = tuple(int(effort) for effort in values.efforts)
-    except (flags.Error, ValueError) as error:
-        raise InputError(" ".join(str(error).split())) from error
-    if len(rest) > 1:
-        raise InputError(f"{rest[1]!r} is no flag: write --name=value")
+    (efforts,) = command_line.read(values, arguments, efforts=int)
     if not values.workdir:
         raise InputError("--workdir is missing: give the folder of a run")
     if len(set(efforts)) < 3 or not all(LOWEST <= effort <= HIGHEST for effort in efforts):
@@ -190,23 +185,17 @@ def plot(runs: dict[str, list[dict[str, Any]]], path: Path) -> None:
     plt.close(figure)
 
 
+@command_line.program(__doc__)
 def main(arguments: Sequence[str]) -> int:
     """Runs the command line; returns the exit status."""
-    if any(argument in ("-h", "--help", "-help") for argument in arguments):
-        print(__doc__)
-        return 0
-    try:
-        chosen = parse(arguments)
-        task, runs = open_task(chosen.task), {}
-        for workdir in chosen.workdirs:
-            options = Options(batch_size=chosen.batch_size)
-            generator = Generator.from_workdir(workdir, options=options)
-            runs[str(workdir)] = sweep(generator, task, chosen)
-            for level, line in fits(runs[str(workdir)]).items():
-                print(f"{workdir} {level}: {line.slope:.3f} tokens a point, R2 {line.r2:.4f}")
-    except InputError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+    chosen = parse(arguments)
+    task, runs = open_task(chosen.task), {}
+    for workdir in chosen.workdirs:
+        options = Options(batch_size=chosen.batch_size)
+        generator = Generator.from_workdir(workdir, options=options)
+        runs[str(workdir)] = sweep(generator, task, chosen)
+        for level, line in fits(runs[str(workdir)]).items():
+            print(f"{workdir} {level}: {line.slope:.3f} tokens a point, R2 {line.r2:.4f}")
     chosen.out.mkdir(parents=True, exist_ok=True)
     rows = [{"run": name} | row for name, own in runs.items() for row in own]
     lines = "".join(json.dumps(row) + "\n" for row in rows)

@@ -27,14 +27,11 @@ from absl import flags
 
 from eval import store_flags
 from eval.store_flags import StoreFlags
+from v41flash import command_line
 from v41flash.errors import InputError
 from v41flash.serving import Generator, Options, Statistics
 from v41flash.text.prompt import PromptEncoder, effort_value, render
 from v41flash.text.prompt_reply import parse_reply
-
-
-class UsageError(InputError):
-    """Wrong flags."""
 
 
 class Arguments(NamedTuple):
@@ -89,16 +86,11 @@ def parse(arguments: Sequence[str]) -> Arguments:
     flags.DEFINE_boolean("speculate", True, "Use the draft head, if there is one.", **here)
     flags.DEFINE_integer("chunk", Options.chunk, "Prompt tokens per step.", **here)
     store_flags.define(values)
-    try:
-        rest = values(["eval.generate", *arguments])
-    except flags.Error as error:
-        raise UsageError(" ".join(str(error).split())) from error
-    if len(rest) > 1:
-        raise UsageError(f"{rest[1]!r} is no flag: write --name=value")
+    command_line.read(values, arguments)
     if not values.workdir:
-        raise UsageError("--workdir is missing: give the folder of the run")
+        raise InputError("--workdir is missing: give the folder of the run")
     if values.prompt is not None and values.prompt_file is not None:
-        raise UsageError("--prompt and --prompt_file exclude each other")
+        raise InputError("--prompt and --prompt_file exclude each other")
     effort = None
     if values.effort is not None:
         number = values.effort.isdecimal()
@@ -132,7 +124,7 @@ def _read(name: str) -> str:
     try:
         return Path(name).read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--prompt_file={name}: {error}") from error
+        raise InputError(f"--prompt_file={name}: {error}") from error
 
 
 class Conversation:
@@ -224,19 +216,11 @@ def run(arguments: Arguments, lines: Iterable[str], out: TextIO) -> Statistics:
     return generator.statistics
 
 
+@command_line.program(__doc__, interrupted="interrupted")
 def main(arguments: Sequence[str]) -> int:
     """Runs the command line; returns the exit status."""
-    if any(argument in ("-h", "--help", "-help") for argument in arguments):
-        print(__doc__)
-        return 0
     try:
         statistics = run(parse(arguments), sys.stdin, sys.stdout)
-    except InputError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
     except BrokenPipeError:
         # Who read the text has seen enough. What is left in the buffer must not be tried again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

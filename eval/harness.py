@@ -33,6 +33,7 @@ from absl import flags
 
 from eval.sampled import Manner, Task, ask, summary
 from eval.tasks import arc, code, questions, sandbox
+from v41flash import command_line
 from v41flash.errors import InputError
 from v41flash.serving import Generator, Options
 from v41flash.text.prompt import effort_value
@@ -82,15 +83,7 @@ def parse(arguments: Sequence[str]) -> Arguments:
     flags.DEFINE_integer("seed", 0, "Of the draws.", lower_bound=0, **here)
     flags.DEFINE_string("out", None, "Folder of the results.", **here)
     flags.DEFINE_string("json", None, "File for the numbers.", **here)
-    try:
-        rest = values(["eval.harness", *arguments])
-    except flags.Error as error:
-        raise InputError(" ".join(str(error).split())) from error
-    if len(rest) > 1:
-        raise InputError(f"{rest[1]!r} is no flag: write --name=value")
-    for name in ("workdir", "tasks"):
-        if not values[name].value:
-            raise InputError(f"--{name} is missing")
+    command_line.read(values, arguments, ("workdir", "tasks"))
     efforts: tuple[int | None, ...] = tuple(
         effort_value(int(effort) if effort.isdecimal() else effort) for effort in values.efforts
     )
@@ -241,19 +234,10 @@ def run(arguments: Arguments) -> dict[str, Any]:
     return figures
 
 
+@command_line.program(__doc__, interrupted="interrupted")
 def main(arguments: Sequence[str]) -> int:
     """Runs the command line; returns the exit status."""
-    if any(argument in ("-h", "--help", "-help") for argument in arguments):
-        print(__doc__)
-        return 0
-    try:
-        run(parse(arguments))
-    except InputError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+    run(parse(arguments))
     return 0
 
 

@@ -34,6 +34,7 @@ from absl import flags  # noqa: E402
 from eval.selection import Selection, Wanted, chance  # noqa: E402
 from eval.tasks import long_context  # noqa: E402
 from eval.tasks.long_context import Problem  # noqa: E402
+from v41flash import command_line  # noqa: E402
 from v41flash.errors import InputError  # noqa: E402
 from v41flash.serving import Generator, Options  # noqa: E402
 from v41flash.serving.run import Run  # noqa: E402
@@ -71,14 +72,7 @@ def parse(arguments: Sequence[str]) -> Arguments:
     flags.DEFINE_boolean("exact", False, "Prefill by all layers over all tokens.", **here)
     flags.DEFINE_string("out", None, "Folder for the plots.", **here)
     flags.DEFINE_string("json", None, "File for the numbers.", **here)
-    try:
-        rest = values(["eval.long_context", *arguments])
-        lengths = None if values.lengths is None else tuple(map(int, values.lengths))
-        depths = tuple(map(float, values.depths))
-    except (flags.Error, ValueError) as error:
-        raise InputError(" ".join(str(error).split())) from error
-    if len(rest) > 1:
-        raise InputError(f"{rest[1]!r} is no flag: write --name=value")
+    lengths, depths = command_line.read(values, arguments, lengths=int, depths=float)
     if not values.workdir:
         raise InputError("--workdir is missing: give the folder of the run")
     if not depths:
@@ -215,23 +209,17 @@ def plot(task: str, numbers: dict[str, Any], folder: Path) -> None:
     plt.close(figure)
 
 
+@command_line.program(__doc__)
 def main(arguments: Sequence[str]) -> int:
     """Runs the command line; returns the exit status."""
-    if any(argument in ("-h", "--help", "-help") for argument in arguments):
-        print(__doc__)
-        return 0
-    try:
-        chosen = parse(arguments)
-        run = Run.load(chosen.workdir)
-        positions = run.config.max_position_embeddings
-        lengths = chosen.lengths or default_lengths(chosen.workdir, positions)
-        if max(lengths) > positions:
-            raise InputError(f"--lengths: {max(lengths)} exceeds the {positions} positions")
-        evaluation = Evaluation(run, chosen)
-        numbers = {task: evaluation.task(task, lengths) for task in chosen.tasks}
-    except InputError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+    chosen = parse(arguments)
+    run = Run.load(chosen.workdir)
+    positions = run.config.max_position_embeddings
+    lengths = chosen.lengths or default_lengths(chosen.workdir, positions)
+    if max(lengths) > positions:
+        raise InputError(f"--lengths: {max(lengths)} exceeds the {positions} positions")
+    evaluation = Evaluation(run, chosen)
+    numbers = {task: evaluation.task(task, lengths) for task in chosen.tasks}
     for task, found in numbers.items():
         plot(task, found, chosen.out)
     print(f"plots: {chosen.out}")

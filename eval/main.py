@@ -34,7 +34,7 @@ from absl import flags
 from eval import report, results, sweep_jobs
 from eval import sweep as sweep_lib
 from eval.sweep import Point, Sweep, SweepError
-from v41flash.errors import InputError
+from v41flash import command_line
 
 
 class Arguments(NamedTuple):
@@ -77,16 +77,7 @@ def parse(arguments: Sequence[str]) -> Arguments:
     flags.DEFINE_multi_string("only", [], "Names of variants.", **here)
     flags.DEFINE_list("seeds", None, "Seeds.", **here)
     flags.DEFINE_multi_string("set", [], "KEY=VALUE of every training.", **here)
-    try:
-        rest = values(["eval.main", *arguments])
-        seeds = None if values.seeds is None else [int(seed) for seed in values.seeds]
-    except (flags.Error, ValueError) as error:
-        raise SweepError(" ".join(str(error).split())) from error
-    if len(rest) > 1:
-        raise SweepError(f"{rest[1]!r} is no flag: write --name=value")
-    for name in ("sweep", "workdir"):
-        if not values[name].value:
-            raise SweepError(f"--{name} is missing")
+    (seeds,) = command_line.read(values, arguments, ("sweep", "workdir"), seeds=int)
     actions = [name for name in ("list", "report", "point") if values[name].value]
     if len(actions) > 1:
         raise SweepError(f"--{actions[0]} and --{actions[1]} exclude each other")
@@ -161,24 +152,17 @@ def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
+@command_line.program(
+    __doc__, interrupted="interrupted; the same command goes on with what is not finished"
+)
 def main(arguments: Sequence[str]) -> int:
     """Runs the command line; returns the exit status."""
-    if any(argument in ("-h", "--help", "-help") for argument in arguments):
-        print(__doc__)
-        return 0
+    chosen = parse(arguments)
+    before = signal.signal(signal.SIGTERM, _interrupt)
     try:
-        chosen = parse(arguments)
-        before = signal.signal(signal.SIGTERM, _interrupt)
-        try:
-            return run(chosen)
-        finally:
-            signal.signal(signal.SIGTERM, before)
-    except InputError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted; the same command goes on with what is not finished", file=sys.stderr)
-        return 130
+        return run(chosen)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 if __name__ == "__main__":

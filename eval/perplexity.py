@@ -28,7 +28,7 @@ from absl import flags  # noqa: E402
 from eval.replay import pieces  # noqa: E402
 from eval.scoring import Scorer  # noqa: E402
 from eval.statistics import standard_error  # noqa: E402
-from v41flash.errors import InputError  # noqa: E402
+from v41flash import command_line  # noqa: E402
 from v41flash.serving import Generator, Options  # noqa: E402
 
 _FIRST = 64
@@ -57,15 +57,7 @@ def parse(arguments: Sequence[str]) -> Arguments:
     flags.DEFINE_integer("batch_size", 4, "Documents at a time.", lower_bound=1, **here)
     flags.DEFINE_string("out", None, "Folder for the plot.", **here)
     flags.DEFINE_string("json", None, "File for the numbers.", **here)
-    try:
-        rest = values(["eval.perplexity", *arguments])
-    except flags.Error as error:
-        raise InputError(" ".join(str(error).split())) from error
-    if len(rest) > 1:
-        raise InputError(f"{rest[1]!r} is no flag: write --name=value")
-    for name in ("workdir", "text"):
-        if not values[name].value:
-            raise InputError(f"--{name} is missing")
+    command_line.read(values, arguments, ("workdir", "text"))
     workdir = Path(values.workdir)
     return Arguments(
         workdir,
@@ -112,21 +104,15 @@ def plot(found: dict, path: Path) -> None:
     plt.close(figure)
 
 
+@command_line.program(__doc__)
 def main(arguments: Sequence[str]) -> int:
     """Runs the command line; returns the exit status."""
-    if any(argument in ("-h", "--help", "-help") for argument in arguments):
-        print(__doc__)
-        return 0
-    try:
-        chosen = parse(arguments)
-        options = Options(batch_size=chosen.batch_size)
-        generator = Generator.from_workdir(chosen.workdir, options=options)
-        tokens = pieces(generator, chosen.text, chosen.documents, chosen.length + 1)
-        scored = Scorer(generator).score(list(tokens))
-        found = by_position(-np.stack([one.logprobs for one in scored]))
-    except InputError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+    chosen = parse(arguments)
+    options = Options(batch_size=chosen.batch_size)
+    generator = Generator.from_workdir(chosen.workdir, options=options)
+    tokens = pieces(generator, chosen.text, chosen.documents, chosen.length + 1)
+    scored = Scorer(generator).score(list(tokens))
+    found = by_position(-np.stack([one.logprobs for one in scored]))
     for first, nats in found["nats"].items():
         print(f"from position {first:>6}: {nats:.4f} +- {found['error'][first]:.4f} nats per token")
     plot(found, chosen.out / "perplexity.png")

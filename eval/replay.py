@@ -34,6 +34,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
+from v41flash import command_line
 from v41flash.errors import InputError
 from v41flash.serving import Generator, Options, forward
 from v41flash.serving.decode import Stops
@@ -79,16 +80,7 @@ def parse(arguments: Sequence[str]) -> Arguments:
     flags.DEFINE_list("lengths", ["32", "64", "96", "128", "160", "192"], "Replays.", **here)
     flags.DEFINE_integer("greedy", 64, "Tokens continued greedily.", lower_bound=2, **here)
     flags.DEFINE_string("json", None, "File for the numbers.", **here)
-    try:
-        rest = values(["eval.replay", *arguments])
-        lengths = tuple(int(length) for length in values.lengths)
-    except (flags.Error, ValueError) as error:
-        raise InputError(" ".join(str(error).split())) from error
-    if len(rest) > 1:
-        raise InputError(f"{rest[1]!r} is no flag: write --name=value")
-    for name in ("workdir", "text"):
-        if not values[name].value:
-            raise InputError(f"--{name} is missing")
+    (lengths,) = command_line.read(values, arguments, ("workdir", "text"), lengths=int)
     for length in lengths:
         if not 2 <= length <= values.prefix:
             raise InputError(f"--lengths: {length} must be between 2 and the prefix")
@@ -237,21 +229,14 @@ def run(arguments: Arguments) -> Iterator[dict[str, Any]]:
             yield {"way": way, "replay": replay} | compare(found, exact, window)
 
 
+@command_line.program(__doc__)
 def main(arguments: Sequence[str]) -> int:
     """Runs the command line; returns the exit status."""
-    if any(argument in ("-h", "--help", "-help") for argument in arguments):
-        print(__doc__)
-        return 0
-    rows = []
-    try:
-        chosen = parse(arguments)
-        for row in run(chosen):
-            rows.append(row)
-            figures = "  ".join(f"{k} {v:.5f}" for k, v in row.items() if isinstance(v, float))
-            print(f"{row['way']:8s} {row['replay'] or '':4}  {figures}", flush=True)
-    except InputError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+    chosen, rows = parse(arguments), []
+    for row in run(chosen):
+        rows.append(row)
+        figures = "  ".join(f"{k} {v:.5f}" for k, v in row.items() if isinstance(v, float))
+        print(f"{row['way']:8s} {row['replay'] or '':4}  {figures}", flush=True)
     if chosen.json:
         chosen.json.write_text(json.dumps(rows, indent=1) + "\n")
     return 0

@@ -34,6 +34,7 @@ from eval import store_flags
 from eval.endpoint.app import MAX_BODY_BYTES, Limits, create_app
 from eval.endpoint.service import Service
 from eval.store_flags import StoreFlags
+from v41flash import command_line
 from v41flash.errors import InputError
 from v41flash.serving import Generator, Options
 from v41flash.serving.engine import Engine, Progress, Request, Stopped
@@ -96,12 +97,7 @@ def parse(arguments: Sequence[str]) -> Arguments:
     flags.DEFINE_boolean("exact", False, "Prefill by all layers over all tokens.", **here)
     flags.DEFINE_boolean("warmup", True, "Compile before listening.", **here)
     store_flags.define(values)
-    try:
-        rest = values(["eval.serve", *arguments])
-    except flags.Error as error:
-        raise InputError(" ".join(str(error).split())) from error
-    if len(rest) > 1:
-        raise InputError(f"{rest[1]!r} is no flag: write --name=value")
+    command_line.read(values, arguments)
     if not values.workdir:
         raise InputError("--workdir is missing: give the folder of the run")
     workdir = Path(values.workdir)
@@ -165,31 +161,23 @@ def open_to_others(host: str) -> bool:
         return True
 
 
+@command_line.program(__doc__)
 def main(arguments: Sequence[str]) -> int:
     """Runs the command line; returns the exit status."""
-    if any(argument in ("-h", "--help", "-help") for argument in arguments):
-        print(__doc__)
-        return 0
     server: uvicorn.Server | None = None
 
     def end() -> None:
         if server is not None:
             server.should_exit = True
 
-    try:
-        values = parse(arguments)
-        generator = Generator.from_workdir(
-            values.workdir,
-            step=values.step,
-            options=values.options,
-            prefix_store=values.store.open(),
-        )
-        engine = Engine(
-            generator, context=values.context, waiting=values.waiting, on_fault=end
-        )
-    except InputError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+    values = parse(arguments)
+    generator = Generator.from_workdir(
+        values.workdir,
+        step=values.step,
+        options=values.options,
+        prefix_store=values.store.open(),
+    )
+    engine = Engine(generator, context=values.context, waiting=values.waiting, on_fault=end)
     api_key = os.environ.get(KEY_VARIABLE) or None
     if open_to_others(values.host) and api_key is None:
         print(

@@ -46,7 +46,7 @@ from train import stages as stages_lib
 from train import step as step_lib
 from train.main import parse_config
 from train.settings import Settings
-from v41flash import sharding
+from v41flash import command_line, sharding
 from v41flash.cache import PAGE_TOKENS
 from v41flash.errors import InputError
 from v41flash.nn import ced
@@ -383,11 +383,9 @@ def serving_step(
     return compile_program(program, step, arguments, mesh, sizes)
 
 
+@command_line.program(__doc__)
 def main(arguments: Sequence[str]) -> int:
     """Runs the command line; returns the exit status."""
-    if any(argument in ("-h", "--help", "-help") for argument in arguments):
-        print(__doc__)
-        return 0
     try:
         values = flags.FlagValues()
         topology = flags.DEFINE_string("topology", None, "What to compile for.", flag_values=values)
@@ -425,9 +423,6 @@ def main(arguments: Sequence[str]) -> int:
     except DoesNotFit as error:
         print(f"does not fit: {error}", file=sys.stderr)
         return 1
-    except InputError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
     for name, value in report.rows():
         print(f"{name:24s} {value}")
     if output.value:

@@ -48,8 +48,8 @@ from train import stages as stages_lib
 from train import step as step_lib
 from train.data import pipeline
 from train.settings import OptimizerSettings, SettingsError, closest, flatten, to_json
+from v41flash import command_line
 from v41flash.config import ModelConfig
-from v41flash.errors import InputError
 from v41flash.nn import ced
 
 CURVES = "curves.jsonl"
@@ -385,25 +385,16 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+@command_line.program(__doc__, interrupted="interrupted")
 def main(arguments: Sequence[str]) -> int:
     """Runs the command line; returns the exit status."""
-    if any(argument in ("-h", "--help", "-help") for argument in arguments):
-        print(__doc__)
-        return 0
     values = flags.FlagValues()
     runs = flags.DEFINE_multi_string("runs", [], "KEY=VALUE[,VALUE...] ...", flag_values=values)
     also = flags.DEFINE_multi_string("also", [], "NAME: KEY=VALUE ...", flag_values=values)
-    try:
-        config, workdir = main_lib.parse(arguments, values)
-        # grain's workers ask absl whether flags have been parsed.
-        flags.FLAGS.mark_as_parsed()
-        compare(config, runs.value, workdir, also=also.value)
-    except InputError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+    config, workdir = main_lib.parse(arguments, values)
+    # grain's workers ask absl whether flags have been parsed.
+    flags.FLAGS.mark_as_parsed()
+    compare(config, runs.value, workdir, also=also.value)
     return 0
 
 

@@ -30,6 +30,7 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from train.data import pipeline
+from v41flash import command_line
 from v41flash.checkpoints import names
 from v41flash.checkpoints.orbax import Checkpoints, SaveError
 from v41flash.config import ModelConfig
@@ -82,13 +83,7 @@ def parse(arguments: Sequence[str]) -> Arguments:
     flags.DEFINE_integer("markov_rank", 64, "Rank of the bigram bias.", **least, **here)
     flags.DEFINE_integer("experts", 4, "Routed experts of a block.", **least, **here)
     flags.DEFINE_integer("experts_per_token", 2, "Of them, active.", **least, **here)
-    try:
-        rest = values(["train.draft", *arguments])
-        layers = tuple(int(layer) for layer in values.layers)
-    except (flags.Error, ValueError) as error:
-        raise InputError(" ".join(str(error).split())) from error
-    if len(rest) > 1:
-        raise InputError(f"{rest[1]!r} is no flag: write --name=value")
+    (layers,) = command_line.read(values, arguments, layers=int)
     if not values.workdir:
         raise InputError("--workdir is missing: give the folder of the run")
     head = dict(
