@@ -25,6 +25,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -132,7 +133,8 @@ def sampled(
         if not chosen:
             raise InputError(f"task {name!r}: has no questions")
         for effort in arguments.efforts:
-            found = ask(generator, task, chosen, effort, arguments.manner)
+            label = f"{name}{'' if effort is None else f' effort {effort}'}"
+            found = ask(generator, task, chosen, effort, arguments.manner, _progress(label))
             numbers = summary(chosen, found, arguments.manner.samples)
             if isinstance(task, code.Programs):
                 numbers["isolation"] = sandbox.isolation()
@@ -145,8 +147,23 @@ def sampled(
                 f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
                 for key, value in numbers.items()
             )
-            print(f"{name}{'' if effort is None else f' effort {effort}'}: {shown}", flush=True)
+            print(f"{label}: {shown}", flush=True)
     return figures, rows
+
+
+def _progress(label: str) -> Callable[[int, int], None]:
+    """Says every ten seconds how many answers there are."""
+    started = said = time.monotonic()
+
+    def progress(done: int, total: int) -> None:
+        nonlocal said
+        now = time.monotonic()
+        if done < total and now - said >= 10:
+            said, left = now, (now - started) * (total - done) / done
+            text = f"{label}: {done} of {total} answers, about {left / 60:.1f} min to go"
+            print(text, file=sys.stderr, flush=True)
+
+    return progress
 
 
 def open_harness(tasks: Sequence[str], include: Sequence[str]) -> Any:

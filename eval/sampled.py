@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -63,7 +63,12 @@ def pass_at(k: int, samples: int, solved: int) -> float:
 
 
 def ask(
-    generator: Generator, task: Task, questions: Sequence[Question], effort: int | None, how: Manner
+    generator: Generator,
+    task: Task,
+    questions: Sequence[Question],
+    effort: int | None,
+    how: Manner,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[dict[str, Any]]:
     """Asks every question `how.samples` times.
 
@@ -73,47 +78,56 @@ def ask(
         questions: of the task.
         effort: of the reasoning; None: none.
         how: see `Manner`.
+        progress: told how many answers there are, of how many, after each batch of them.
 
     Returns:
         A row for every answer, those of a question together: id, sample, answer, score, tokens,
         finished.
     """
-    asked = [question for question in questions for _ in range(how.samples)]
-    settings = dict(
-        max_tokens=how.max_tokens, temperature=how.temperature, top_p=how.top_p, seed=how.seed
-    )
-    if not how.chat:
-        prompts = [question.prompt for question in asked]
-        results = generator.generate(prompts, stop=task.stop, **settings)
-        answers = [result.text for result in results]
-    else:
-        encoder, thinking = PromptEncoder(generator.tokenizer), effort is not None
+    thinking = effort is not None
+    decode = None
+    if how.chat:
+        encoder = PromptEncoder(generator.tokenizer)
 
         def decode(tokens: Sequence[int]) -> str:
             # The end of the message is no part of its text.
             eos = generator.tokenizer.eos_id
             return encoder.decode([token for token in tokens if token != eos])
 
-        def prompt(question: Question) -> np.ndarray:
-            messages = [{"role": "user", "content": question.prompt}]
-            pieces = render(messages, thinking=thinking, effort=effort if thinking else "high")
-            return encoder.encode(pieces).tokens
+    def prompt(question: Question) -> str | np.ndarray:
+        if not how.chat:
+            return question.prompt
+        messages = [{"role": "user", "content": question.prompt}]
+        pieces = render(messages, thinking=thinking, effort=effort if thinking else "high")
+        return encoder.encode(pieces).tokens
 
-        results = generator.generate([prompt(q) for q in asked], decode=decode, **settings)
-        answers = [_answer(result.text, thinking) for result in results]
-    return [
-        {
-            "id": question.id,
-            "sample": number % how.samples,
-            "answer": answer,
-            "score": task.score(question, answer),
-            "tokens": len(result.tokens),
-            "finished": result.finish == "stop",
-        }
-        for number, (question, answer, result) in enumerate(
-            zip(asked, answers, results, strict=True)
+    asked = [question for question in questions for _ in range(how.samples)]
+    rows: list[dict[str, Any]] = []
+    for first in range(0, len(asked), generator.options.batch_size):
+        batch = asked[first : first + generator.options.batch_size]
+        results = generator.generate(
+            [prompt(question) for question in batch],
+            stop=() if how.chat else task.stop,
+            decode=decode,
+            max_tokens=how.max_tokens,
+            temperature=how.temperature,
+            top_p=how.top_p,
+            seed=how.seed + first,
         )
-    ]
+        for question, result in zip(batch, results, strict=True):
+            answer = _answer(result.text, thinking) if how.chat else result.text
+            rows.append(
+                {
+                    "id": question.id,
+                    "sample": len(rows) % how.samples,
+                    "answer": answer,
+                    "score": task.score(question, answer),
+                    "tokens": len(result.tokens),
+                    "finished": result.finish == "stop",
+                }
+            )
+        progress(len(rows), len(asked))
+    return rows
 
 
 def _answer(text: str, thinking: bool) -> str:

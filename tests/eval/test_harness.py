@@ -270,6 +270,28 @@ def test_sampled_tasks(workdir, one_generator, tmp_path, capsys):
     assert json.loads((out / "results.json").read_text())[f"code:{programs}"]["samples"] == 2
 
 
+def test_questions_are_asked_a_batch_at_a_time():
+    seen, told = [], []
+
+    def generate(prompts, *, seed, **settings):
+        seen.append((list(prompts), seed))
+        return [types.SimpleNamespace(text=p[-1], tokens=[1], finish="stop") for p in prompts]
+
+    model = types.SimpleNamespace(
+        options=types.SimpleNamespace(batch_size=4), generate=generate, tokenizer=TOKENIZER
+    )
+    task = types.SimpleNamespace(stop=(), score=lambda question, answer: float(answer == "b"))
+    questions = [Question(name, name, None) for name in ("xa", "xb", "xc")]
+    how = sampled.Manner(2, 8, 1.0, 1.0, 7, chat=False)
+    rows = sampled.ask(model, task, questions, None, how, lambda *numbers: told.append(numbers))
+    # Prompt i draws with seed + i, whatever the batches.
+    assert seen == [(["xa", "xa", "xb", "xb"], 7), (["xc", "xc"], 11)]
+    assert told == [(4, 6), (6, 6)]
+    assert [(row["id"], row["sample"], row["score"]) for row in rows] == [
+        (name, number, float(name == "xb")) for name in ("xa", "xb", "xc") for number in (0, 1)
+    ]
+
+
 def test_figures():
     asked = [Question("a", "?", "x", 1000.0), Question("b", "?", "y", 2000.0)]
     scores = [1, 0, 1, 0, 0, 0, 0, 0]
