@@ -152,7 +152,7 @@ def sampled(
 
 
 def _progress(label: str) -> Callable[[int, int], None]:
-    """Says every ten seconds how many answers there are."""
+    """Says how many answers there are, after one, at most every ten seconds."""
     started = said = time.monotonic()
 
     def progress(done: int, total: int) -> None:

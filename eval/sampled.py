@@ -78,7 +78,7 @@ def ask(
         questions: of the task.
         effort: of the reasoning; None: none.
         how: see `Manner`.
-        progress: told how many answers there are, of how many, after each batch of them.
+        progress: told how many answers there are, of how many, after each.
 
     Returns:
         A row for every answer, those of a question together: id, sample, answer, score, tokens,
@@ -102,32 +102,34 @@ def ask(
         return encoder.encode(pieces).tokens
 
     asked = [question for question in questions for _ in range(how.samples)]
-    rows: list[dict[str, Any]] = []
-    for first in range(0, len(asked), generator.options.batch_size):
-        batch = asked[first : first + generator.options.batch_size]
-        results = generator.generate(
-            [prompt(question) for question in batch],
-            stop=() if how.chat else task.stop,
-            decode=decode,
-            max_tokens=how.max_tokens,
-            temperature=how.temperature,
-            top_p=how.top_p,
-            seed=how.seed + first,
-        )
-        for question, result in zip(batch, results, strict=True):
-            answer = _answer(result.text, thinking) if how.chat else result.text
-            rows.append(
-                {
-                    "id": question.id,
-                    "sample": len(rows) % how.samples,
-                    "answer": answer,
-                    "score": task.score(question, answer),
-                    "tokens": len(result.tokens),
-                    "finished": result.finish == "stop",
-                }
-            )
+    pieces = generator.stream(
+        [prompt(question) for question in asked],
+        stop=() if how.chat else task.stop,
+        decode=decode,
+        max_tokens=how.max_tokens,
+        temperature=how.temperature,
+        top_p=how.top_p,
+        seed=how.seed,
+    )
+    texts, tokens = [""] * len(asked), [0] * len(asked)
+    rows: dict[int, dict[str, Any]] = {}
+    for piece in pieces:
+        number = piece.index
+        texts[number] += piece.text
+        tokens[number] += len(piece.tokens)
+        if piece.finish is None:
+            continue
+        answer = _answer(texts[number], thinking) if how.chat else texts[number]
+        rows[number] = {
+            "id": asked[number].id,
+            "sample": number % how.samples,
+            "answer": answer,
+            "score": task.score(asked[number], answer),
+            "tokens": tokens[number],
+            "finished": piece.finish == "stop",
+        }
         progress(len(rows), len(asked))
-    return rows
+    return [rows[number] for number in range(len(asked))]
 
 
 def _answer(text: str, thinking: bool) -> str:

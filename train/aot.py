@@ -323,7 +323,7 @@ def serving_step(
 
     Args:
         program: "decode" (a token of every sequence) or "prefill" (the encoder over `chunk`).
-        settings: of the model and its kernels; weights are packed where it is published so.
+        settings: of the model and its kernels; weights are packed if it has a quantization_config.
         mesh: all of its devices on the `expert` axis.
         sequences: of all devices together.
         tokens: that a sequence's pages have room for.

@@ -108,7 +108,7 @@ def collectives(text: str) -> list[Collective]:
 def largest_copy(text: str) -> tuple[int, str]:
     """Bytes and type of the largest array that a compiled module copies as it is; (0, "") of none.
 
-    A change of layout is a copy; what a fusion or a kernel reads is not.
+    A change of layout is a copy, also as the work of a fusion.
     """
     largest = 0, ""
     for line in text.splitlines():

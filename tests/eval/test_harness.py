@@ -18,6 +18,7 @@ from tests.v41flash.serving.served import CONFIG, Served
 from train.settings import to_json
 from v41flash.checkpoints.orbax import Checkpoints
 from v41flash.errors import InputError
+from v41flash.serving.generator import Piece
 from v41flash.text import canonical
 from v41flash.text.engram_hash import EngramHasher
 from v41flash.text.tokenizer import ByteTokenizer
@@ -270,23 +271,23 @@ def test_sampled_tasks(workdir, one_generator, tmp_path, capsys):
     assert json.loads((out / "results.json").read_text())[f"code:{programs}"]["samples"] == 2
 
 
-def test_questions_are_asked_a_batch_at_a_time():
-    seen, told = [], []
+def test_answers_are_put_together_from_their_pieces():
+    told = []
 
-    def generate(prompts, *, seed, **settings):
-        seen.append((list(prompts), seed))
-        return [types.SimpleNamespace(text=p[-1], tokens=[1], finish="stop") for p in prompts]
+    def stream(prompts, **settings):
+        # Two at a time, the second of them done first.
+        for first in range(0, len(prompts), 2):
+            for number in (first + 1, first):
+                yield Piece(number, prompts[number][0], np.array([1, 2]), np.zeros(2), None)
+                yield Piece(number, prompts[number][1], np.array([3]), np.zeros(1), "stop")
 
-    model = types.SimpleNamespace(
-        options=types.SimpleNamespace(batch_size=4), generate=generate, tokenizer=TOKENIZER
-    )
-    task = types.SimpleNamespace(stop=(), score=lambda question, answer: float(answer == "b"))
+    model = types.SimpleNamespace(stream=stream, tokenizer=TOKENIZER)
+    task = types.SimpleNamespace(stop=(), score=lambda question, answer: float(answer == "xb"))
     questions = [Question(name, name, None) for name in ("xa", "xb", "xc")]
     how = sampled.Manner(2, 8, 1.0, 1.0, 7, chat=False)
     rows = sampled.ask(model, task, questions, None, how, lambda *numbers: told.append(numbers))
-    # Prompt i draws with seed + i, whatever the batches.
-    assert seen == [(["xa", "xa", "xb", "xb"], 7), (["xc", "xc"], 11)]
-    assert told == [(4, 6), (6, 6)]
+    assert told == [(done, 6) for done in range(1, 7)]
+    assert {(row["tokens"], row["finished"]) for row in rows} == {(3, True)}
     assert [(row["id"], row["sample"], row["score"]) for row in rows] == [
         (name, number, float(name == "xb")) for name in ("xa", "xb", "xc") for number in (0, 1)
     ]

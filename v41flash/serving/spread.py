@@ -93,7 +93,8 @@ def on_mesh(function: Callable[..., Any], model: Model, mesh: Mesh, *arguments: 
         function: `decode_step` or `prefill_step`.
         model: the model.
         mesh: whose `expert` axis has all devices.
-        *arguments: weights, state and the rest as the step takes them; shapes will do.
+        *arguments: weights, state and the rest as the step takes them; shapes will do. On TPUs what
+            is no weight has to lie as `placed_on_tpus` says.
 
     Returns:
         The jitted function of `arguments`.
@@ -110,13 +111,13 @@ def on_mesh(function: Callable[..., Any], model: Model, mesh: Mesh, *arguments: 
     run = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=results, check_vma=False)
     layouts = {}
     if mesh.devices.flat[0].platform == "tpu":
-        held = [_row_by_row(mesh, *pair) for pair in zip(specs[1:], (state, *rest), strict=True)]
+        held = [placed_on_tpus(mesh, *pair) for pair in zip(specs[1:], (state, *rest), strict=True)]
         inputs = place(mesh, specs[0]), *held
         layouts = dict(in_shardings=inputs, out_shardings=tuple(held[:2]))
     return jax.jit(run, donate_argnums=1, **layouts)
 
 
-def _row_by_row(mesh: Mesh, specs: Any, tree: Any) -> Any:
+def placed_on_tpus(mesh: Mesh, specs: Any, tree: Any) -> Any:
     """How a state lies on TPUs: shardings, and packed rows one after the other.
 
     A compiler that may choose puts the tokens of a page beside each other, lays every table out
