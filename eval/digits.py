@@ -20,6 +20,7 @@ import numpy as np
 from absl import flags
 
 from eval.tasks import digit_pages
+from v41flash import command_line
 from v41flash.errors import InputError
 from v41flash.image_files import from_bytes, to_patches
 from v41flash.image_rows import TEXT, RowImage, assemble
@@ -115,20 +116,15 @@ def evaluate(run: Run, count: int, batch: int = 100) -> dict[str, float | int]:
     return result
 
 
+@command_line.program(__doc__)
 def main(arguments: Sequence[str]) -> int:
     """Runs the command line; returns the exit status."""
     values = flags.FlagValues()
     flags.DEFINE_string("workdir", None, "Folder of the run.", flag_values=values)
     flags.DEFINE_integer("pages", 500, "Held-out pages.", lower_bound=2, flag_values=values)
     flags.DEFINE_string("json", None, "File for the numbers.", flag_values=values)
-    try:
-        rest = values(["eval.digits", *arguments])
-        if len(rest) > 1 or not values.workdir:
-            raise InputError(f"usage: python -m eval.digits --workdir=DIR; got {arguments}")
-        result = evaluate(Run.load(values.workdir), values.pages)
-    except (flags.Error, InputError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+    command_line.read(values, arguments, ("workdir",))
+    result = evaluate(Run.load(values.workdir), values.pages)
     print(json.dumps(result))
     if values.json:
         Path(values.json).write_text(json.dumps(result) + "\n")

@@ -20,6 +20,7 @@ from absl import flags
 from scipy import optimize, special
 
 from eval.tasks import questions
+from v41flash import command_line
 from v41flash.errors import InputError
 
 _SCALE = 400.0 / math.log(10.0)
@@ -61,24 +62,19 @@ def fit(ratings: Sequence[float], solved: Sequence[float]) -> Rating:
     return Rating(float(value), float(_SCALE / np.sqrt(np.sum(chance * (1 - chance)))))
 
 
+@command_line.program(__doc__)
 def main(arguments: Sequence[str]) -> int:
     """Runs the command line; returns the exit status."""
     values = flags.FlagValues()
     flags.DEFINE_string("outcomes", None, "JSONL file.", flag_values=values)
-    try:
-        rest = values(["eval.rating", *arguments])
-        if len(rest) > 1 or not values.outcomes:
-            raise InputError(f"usage: python -m eval.rating --outcomes=FILE; got {arguments}")
-        rows = list(questions.rows(values.outcomes))
-        for where, row in rows:
-            for key in ("rating", "solved"):
-                if not isinstance(row.get(key), int | float):
-                    raise InputError(f'{where}: "{key}" = {row.get(key)!r} must be a number')
-        rated = [row for _, row in rows]
-        found = fit([row["rating"] for row in rated], [row["solved"] for row in rated])
-    except (flags.Error, InputError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+    command_line.read(values, arguments, ("outcomes",))
+    rows = list(questions.rows(values.outcomes))
+    for where, row in rows:
+        for key in ("rating", "solved"):
+            if not isinstance(row.get(key), int | float):
+                raise InputError(f'{where}: "{key}" = {row.get(key)!r} must be a number')
+    rated = [row for _, row in rows]
+    found = fit([row["rating"] for row in rated], [row["solved"] for row in rated])
     print(json.dumps({"problems": len(rated), "rating": found.value, "error": found.error}))
     return 0
 

@@ -41,10 +41,11 @@ from absl import flags
 
 from pallas_kernels import measure
 from pallas_kernels import sparse_attention as attention_op
-from v41flash import checkout, presets
+from v41flash import checkout, command_line, presets
 from v41flash.accounting import flops
 from v41flash.cache import PAGE_TOKENS, GlobalCache
 from v41flash.config import ModelConfig
+from v41flash.errors import InputError
 from v41flash.kernels import Kernels
 from v41flash.nn.ced import ALIGNMENT, CED
 from v41flash.nn.context import Ranges
@@ -441,11 +442,9 @@ def fill_times(model: Model, tokens: int, chunk: int) -> Measurement:
     return measure
 
 
+@command_line.program(__doc__)
 def main(arguments: Sequence[str]) -> int:
     """Runs the command line; returns the exit status."""
-    if any(argument in ("-h", "--help", "-help") for argument in arguments):
-        print(__doc__)
-        return 0
     values = flags.FlagValues()
     here = dict(flag_values=values)
     kinds = ["cache", "decode", "prefill", "fill"]
@@ -457,14 +456,9 @@ def main(arguments: Sequence[str]) -> int:
     flags.DEFINE_string("implementation", None, "Of every op; its own choice if none.", **here)
     flags.DEFINE_string("json", None, "File to append the rows to.", **here)
     flags.DEFINE_string("lock", None, "File that processes measured together name.", **here)
-    try:
-        values(["eval.serving_bench", *arguments])
-        numbers = [[int(x) for x in values[name].value] for name in ("contexts", "batches")]
-        if values.what == "prefill" and (values.tokens or 1 << 16) % values.chunk:
-            raise ValueError(f"--tokens={values.tokens}: must be a multiple of --chunk here")
-    except (flags.Error, ValueError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+    numbers = command_line.read(values, arguments, contexts=int, batches=int)
+    if values.what == "prefill" and (values.tokens or 1 << 16) % values.chunk:
+        raise InputError(f"--tokens={values.tokens}: must be a multiple of --chunk here")
     # Which implementation each op has found.
     logging.basicConfig(stream=sys.stderr, format="%(message)s")
     logging.getLogger("pallas_kernels").setLevel(logging.INFO)

@@ -222,28 +222,22 @@ def train(run: Run, config: ModelConfig, data: pipeline.Data, arguments: Argumen
     return draft_params
 
 
+@command_line.program(__doc__)
 def main(arguments: Sequence[str]) -> int:
     """Runs the command line; returns the exit status."""
-    if any(argument in ("-h", "--help", "-help") for argument in arguments):
-        print(__doc__)
-        return 0
-    try:
-        chosen = parse(arguments)
-        run = Run.load(chosen.workdir)
-        fields = dict(chosen.head)
-        last = run.config.num_hidden_layers
-        fields["dspark_target_layer_ids"] = fields["dspark_target_layer_ids"] or tuple(
-            range(max(last - 3, run.config.num_encoder_layers), last)
-        )
-        fields["dspark_noise_token_id"] = run.config.pad_token_id
-        config = with_draft(run.config, fields)
-        # grain's workers ask absl whether flags have been parsed.
-        flags.FLAGS.mark_as_parsed()
-        values = json.loads((chosen.workdir / "config.json").read_text())
-        data = pipeline.from_config(ConfigDict(values["data"]), config)
-    except InputError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+    chosen = parse(arguments)
+    run = Run.load(chosen.workdir)
+    fields = dict(chosen.head)
+    last = run.config.num_hidden_layers
+    fields["dspark_target_layer_ids"] = fields["dspark_target_layer_ids"] or tuple(
+        range(max(last - 3, run.config.num_encoder_layers), last)
+    )
+    fields["dspark_noise_token_id"] = run.config.pad_token_id
+    config = with_draft(run.config, fields)
+    # grain's workers ask absl whether flags have been parsed.
+    flags.FLAGS.mark_as_parsed()
+    values = json.loads((chosen.workdir / "config.json").read_text())
+    data = pipeline.from_config(ConfigDict(values["data"]), config)
     params = train(run, config, data, chosen)
     try:
         with Checkpoints(chosen.workdir / DRAFT_FOLDER, keep=1, writes=True) as stored:
