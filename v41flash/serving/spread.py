@@ -93,8 +93,8 @@ def on_mesh(function: Callable[..., Any], model: Model, mesh: Mesh, *arguments: 
         function: `decode_step` or `prefill_step`.
         model: the model.
         mesh: whose `expert` axis has all devices.
-        *arguments: weights, state and the rest as the step takes them; shapes will do. On TPUs what
-            is no weight has to lie as `placed_on_tpus` says.
+        *arguments: weights, state and the rest as the step takes them; shapes will do. On TPUs they
+            have to lie as `placed_on_tpus` says.
 
     Returns:
         The jitted function of `arguments`.
@@ -111,21 +111,22 @@ def on_mesh(function: Callable[..., Any], model: Model, mesh: Mesh, *arguments: 
     run = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=results, check_vma=False)
     layouts = {}
     if mesh.devices.flat[0].platform == "tpu":
-        held = [placed_on_tpus(mesh, *pair) for pair in zip(specs[1:], (state, *rest), strict=True)]
-        inputs = place(mesh, specs[0]), *held
-        layouts = dict(in_shardings=inputs, out_shardings=tuple(held[:2]))
+        inputs = tuple(placed_on_tpus(mesh, *pair) for pair in zip(specs, arguments, strict=True))
+        layouts = dict(in_shardings=inputs, out_shardings=inputs[1:3])
     return jax.jit(run, donate_argnums=1, **layouts)
 
 
 def placed_on_tpus(mesh: Mesh, specs: Any, tree: Any) -> Any:
-    """How a state lies on TPUs: shardings, and packed rows one after the other.
+    """How arguments of a step lie on TPUs: shardings, and packed rows one after the other.
 
-    A compiler that may choose puts the tokens of a page beside each other, lays every table out
-    anew before it reads a row, and once more when it has added one.
+    A compiler that may choose puts the rows of a table beside each other, lays every table out anew
+    before it reads one, and a cache once more when it has added one.
     """
 
     def one(sharding: NamedSharding, leaf: Any) -> Any:
-        packed = leaf.dtype == jnp.uint8 and leaf.ndim == 3
-        return Format(Layout((0, 1, 2)), sharding) if packed else sharding
+        # Pages of a cache [pages, tokens, bytes], and Engram tables [rows, bytes].
+        rows = leaf.ndim == 3 if isinstance(tree, State | Tail) else leaf.ndim == 2
+        packed = rows and leaf.dtype == jnp.uint8 and sharding.spec == _SPLIT
+        return Format(Layout(tuple(range(leaf.ndim))), sharding) if packed else sharding
 
     return jax.tree.map(one, place(mesh, specs), tree)
