@@ -28,10 +28,10 @@ def test_mistakes_are_one_line(capsys):
         assert words in said and said.count("\n") == 1
 
 
-def compiled(folder, *arguments):
+def compiled(folder, *arguments, **variables):
     """The report of a step, compiled in a process of its own: the compiler wants its environment
     first, and keeps no programs in a cache."""
-    env = {name: value for name, value in os.environ.items() if "CACHE" not in name}
+    env = {name: value for name, value in os.environ.items() if "CACHE" not in name} | variables
     command = [sys.executable, "-m", "train.aot", *arguments, f"--json={folder / 'report.json'}"]
     done = subprocess.run(
         command, env=env | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True
@@ -81,7 +81,13 @@ def test_small_compiles_with_its_kernels_for(topology, program, tmp_path):
         arguments += [f"--config.mesh.context={devices // 2}"]
     else:
         arguments += ["--tokens=65536"]
-    report = compiled(tmp_path, *arguments)
+    variables = {}
+    if topology.startswith("tpu7x"):
+        # What libtpu 0.0.42.1 moves to SparseCores fails a check of its own there.
+        kinds = ("all_gather", "reduce_scatter", "all_reduce")
+        offload = "--xla_tpu_enable_sparse_core_collective_offload_"
+        variables["LIBTPU_INIT_ARGS"] = " ".join(f"{offload}{kind}=false" for kind in kinds)
+    report = compiled(tmp_path, *arguments, **variables)
     assert report["fits"] and report["devices"] == devices
     others = {op for op, found in report["kernels"].items() if set(found) != {"mosaic_tpu"}}
     assert {"sparse_attention", "indexer.select", "mhc.write_read"} <= set(report["kernels"])
