@@ -146,13 +146,7 @@ def _kernel(
 
     def fetch(token, at, barrier):
         here = pl.ds(token, TOKENS)
-
-        @pl.loop(0, HALVES)
-        def _(half):
-            for number, (source, k) in enumerate(sources):
-                piece = source.at[here, tiles.columns(k, d, half)]
-                plgpu.copy_gmem_to_smem(piece, wide.at[at, number, half], barrier)
-
+        tiles.fetch_pieces(sources, d, here, wide.at[at], barrier)
         for part in range(PARTS):
             plgpu.copy_gmem_to_smem(grad_parts_ref.at[part, here], narrow.at[at, part], barrier)
         plgpu.copy_gmem_to_smem(rows_ref.at[:, here], rows.at[at], barrier)
@@ -209,12 +203,7 @@ def _kernel(
 
         norms = lax.fori_loop(0, HALVES, one_half, norms)
 
-        @pl.loop(0, HALVES)
-        def _(half):
-            for number, (target, k) in enumerate(results):
-                piece = target.at[here, tiles.columns(k, d, half)]
-                plgpu.copy_smem_to_gmem(wide.at[at, number, half], piece)
-
+        tiles.store_pieces(results, d, here, wide.at[at])
         return norms
 
     def add_up(here, half, first, values):

@@ -107,13 +107,7 @@ def _kernel(
 
     def fetch(token, at, barrier):
         here = pl.ds(token, TOKENS)
-
-        @pl.loop(0, HALVES)
-        def _(half):
-            for number, (source, k) in enumerate(sources):
-                piece = source.at[here, tiles.columns(k, d, half)]
-                plgpu.copy_gmem_to_smem(piece, wide.at[at, number, half], barrier)
-
+        tiles.fetch_pieces(sources, d, here, wide.at[at], barrier)
         plgpu.copy_gmem_to_smem(mixing_ref.at[:, here], rows.at[at], barrier)
 
     def one_half(at, half, sums):
@@ -134,11 +128,7 @@ def _kernel(
         sums = lax.fori_loop(0, HALVES, functools.partial(one_half, at), (zeros, zeros))
         plgpu.commit_smem()
 
-        @pl.loop(0, HALVES)
-        def _(half):
-            for k in range(n):
-                piece = new_ref.at[here, tiles.columns(k, d, half)]
-                plgpu.copy_smem_to_gmem(wide.at[at, k, half], piece)
+        tiles.store_pieces([(new_ref, k) for k in range(n)], d, here, wide.at[at])
 
         def multiply(accumulator):
             for k, half in pieces:

@@ -205,6 +205,36 @@ class Tiling:
         return lax.rem(tile, WARPGROUPS * self.places)
 
 
+def fetch_pieces(
+    sources: Sequence[tuple[Any, int]], channels: int, here: Any, place: Any, barrier: Any
+) -> None:
+    """Starts the copies of this block's pieces of `sources`, (array, stream) each, into a place.
+
+    Args:
+        sources: arrays [tokens, n * channels] in main memory.
+        channels: d.
+        here: tokens.
+        place: bfloat16[len(sources) or more, 2, 64, 32].
+        barrier: where they arrive.
+    """
+
+    @pl.loop(0, HALVES)
+    def _(half):
+        for number, (source, stream) in enumerate(sources):
+            own = source.at[here, columns(stream, channels, half)]
+            plgpu.copy_gmem_to_smem(own, place.at[number, half], barrier)
+
+
+def store_pieces(targets: Sequence[tuple[Any, int]], channels: int, here: Any, place: Any) -> None:
+    """Starts the copies of a place's pieces to `targets`; arguments as for `fetch_pieces`."""
+
+    @pl.loop(0, HALVES)
+    def _(half):
+        for number, (target, stream) in enumerate(targets):
+            own = target.at[here, columns(stream, channels, half)]
+            plgpu.copy_smem_to_gmem(place.at[number, half], own)
+
+
 def piece(ref: Any) -> jax.Array:
     """A piece in float32; every thread holds the same places of all pieces."""
     return plgpu.load(ref, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
